@@ -1,0 +1,441 @@
+"""Checkpoints of a training run, and the final model.
+
+``ckpt_dir/<script>/step_<N>/`` holds the state after N optimiser steps:
+
+- ``*.distcp``, ``.metadata``: torch.distributed.checkpoint (DCP). Tensors only, under names that no layout changes:
+  ``model.<parameter>`` and ``optimizer.<parameter>.<state>``. Plain, DDP, FSDP2 and HSDP models, on any number of
+  ranks, read each other's checkpoints: DCP cuts what is stored to what this rank holds.
+- ``rank_<r>.pt``: what the script wants back per rank (position in the data, random generators, ...).
+- ``commit.json``: the commit marker. Step counts, and every file with its size.
+
+How a checkpoint comes to count. It is written into ``step_<N>.staging/``: first the rank files, then DCP's data. Rank
+0 learns from DCP's own last exchange, in the foreground or in the background thread, that every rank has written
+everything. There, with no further communication, it writes the marker (atomically), renames the folder to
+``step_<N>`` and prunes. So at any moment a kill leaves either the new checkpoint whole or the previous one untouched.
+A folder counts if its marker is there and every file that the marker lists has its size; others are passed over, with
+a warning. The newest is the one committed last, not the one with the largest N: a run that starts afresh in a used
+folder must not continue, or be pruned in favour of, the older run.
+
+Hyperparameters are not stored: a resumed run follows its own config (learning rate, betas, schedule) and gets from the
+checkpoint what no config can say: weights, moments, masters, step counts.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedTokenizerBase
+
+from config import CheckpointConfig
+from optimizer import initialize_state
+from scheduler import set_completed_steps
+
+
+logger = logging.getLogger(__name__)
+
+MARKER = "commit.json"
+FOLDER_NAME = re.compile(r"step_\d+(\.staging)?")
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What was loaded besides the model, the optimiser and the scheduler."""
+
+    step: int
+    """Optimiser steps completed."""
+    rank_states: list[dict[str, Any]]
+    """``rank_state`` of every rank that saved; their number need not be today's."""
+
+
+class Checkpointer:
+    """Saves, finds, loads and prunes the checkpoints of one script. Every rank makes one and calls the same methods.
+
+    Args:
+        config: without ``ckpt_dir``, nothing can be saved or loaded.
+        script: name of the train script, without ``.py``.
+        model: plain, DDP or FSDP2; its parameters must be materialised before ``save`` and ``load``.
+        optimizer: of ``optimizer.build_optimizer``.
+        scheduler: of ``scheduler.build_scheduler``.
+
+    Raises:
+        ValueError: on every rank, if any of them cannot write to the folder or does not see the others' files.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        script: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LambdaLR,
+    ):
+        self.config, self.model, self.optimizer, self.scheduler = config, model, optimizer, scheduler
+        self.directory = None if config.ckpt_dir is None else Path(config.ckpt_dir).absolute() / script
+        self._pending: Future | None = None
+        self._group: dist.ProcessGroup | None = None
+        if self.directory is None:
+            return
+        _check_writable(self.directory, f"checkpoint.ckpt_dir={config.ckpt_dir!r}")
+        if config.async_save and dist.is_initialized():
+            # The background thread communicates while the training loop does, and must not share its groups.
+            self._group = dist.new_group(backend="gloo")
+        afresh = config.save_every_n_steps and not config.resume_from_checkpoint
+        if _rank() == 0 and afresh and (earlier := _committed(self.directory)):
+            logger.warning(
+                "%s holds checkpoints of an earlier run (the last: %s). This run starts afresh, and its checkpoints "
+                "count as newer. To continue that run instead, set checkpoint.resume_from_checkpoint=true.",
+                self.directory,
+                earlier[-1][1].name,
+            )
+
+    def save(self, step: int, rank_state: dict[str, Any]) -> None:
+        """Saves the state after ``step`` optimiser steps.
+
+        Returns when the checkpoint is committed; with ``async_save``, as soon as the state has been copied to CPU
+        memory and the previous checkpoint is committed.
+
+        Args:
+            rank_state: picklable; this rank's part of what the script wants back.
+
+        Raises:
+            RuntimeError: on every rank, if this checkpoint or the one in the background could not be written.
+        """
+        self._wait()
+        staging = self.directory / f"step_{step}.staging"
+        what = f"{self.directory / f'step_{step}'} cannot be written"
+        _together(partial(self._make_staging, staging) if _rank() == 0 else _nothing, RuntimeError, what)
+        # Before DCP's exchange, so that its end on rank 0 means that these files are whole too.
+        _together(partial(_save_object, rank_state, staging / f"rank_{_rank()}.pt"), RuntimeError, what)
+        initialize_state(self.optimizer)
+        progress = {
+            "step": step,
+            "scheduler_steps": self.scheduler.last_epoch,
+            "optimizer_steps": self.optimizer.param_groups[0].get("step"),  # FusedAdam's; AdamW counts per parameter
+        }
+        options = {
+            "storage_writer": _CommittingWriter(staging, partial(self._commit, staging, progress)),
+            "no_dist": not dist.is_initialized(),
+        }
+        try:
+            if self.config.async_save:
+                self._pending = dcp.async_save(self._tensors(), process_group=self._group, **options)
+            else:
+                dcp.save(self._tensors(), **options)
+        except CheckpointException as error:
+            raise RuntimeError(f"{what}: {error}") from error
+
+    def load(self) -> LoadedCheckpoint | None:
+        """Loads the newest committed checkpoint into model, optimiser and scheduler.
+
+        Returns:
+            None, with a warning, if there is none.
+
+        Raises:
+            ValueError: on every rank, if the checkpoint is of another model or another kind of optimiser.
+        """
+        self._wait()
+        find = partial(_committed, self.directory, warn=True) if _rank() == 0 else _nothing
+        found = _together(find, RuntimeError, f"{self.directory} cannot be read")[0]
+        if not found:
+            if _rank() == 0:
+                logger.warning("no committed checkpoint in %s: starting from step 0", self.directory)
+            return None
+        progress, folder = found[-1]
+        initialize_state(self.optimizer)
+        tensors = self._tensors()
+        reader = dcp.FileSystemReader(folder)
+        _check_same_tensors(tensors, reader.read_metadata(), folder)
+        try:
+            # In place: the tensors are the model's and the optimiser's own, so nothing is cast or copied twice.
+            dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        except CheckpointException as error:
+            raise RuntimeError(f"{folder} cannot be read: {error}") from error
+        for group in self.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = progress["optimizer_steps"]
+        set_completed_steps(self.scheduler, progress["scheduler_steps"])
+        if _rank() == 0:
+            logger.info("resuming from %s", folder)
+
+        def read_rank_states() -> list[dict[str, Any]]:
+            paths = [folder / f"rank_{rank}.pt" for rank in range(progress["world_size"])]
+            # Pickles, as DCP's own metadata: load only checkpoints that you trust.
+            return [torch.load(path, "cpu", weights_only=False) for path in paths]
+
+        read = read_rank_states if _rank() == 0 else _nothing  # one reader, however many ranks
+        return LoadedCheckpoint(progress["step"], _together(read, RuntimeError, f"{folder} cannot be read")[0])
+
+    def close(self) -> None:
+        """Waits until the checkpoint in the background is committed; raises, as ``save`` does, if it could not be."""
+        self._wait()
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                pending.result()
+        except CheckpointException as error:
+            raise RuntimeError(f"the last checkpoint in {self.directory} was not written: {error}") from error
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of a checkpoint by its name; they share the memory of the model and the optimiser."""
+        weights = model_tensors(self.model)
+        tensors = {f"model.{name}": weight for name, weight in weights.items()}
+        for name, param in _unwrap(self.model).named_parameters():
+            for key, value in self.optimizer.state.get(param, {}).items():
+                # An FP32 parameter is its own master. TE keeps a copy of its initial value there, and never uses it.
+                if not (key == "master_param" and param.dtype == torch.float32):
+                    tensors[f"optimizer.{name}.{key}"] = value
+        return tensors
+
+    def _make_staging(self, staging: Path) -> None:
+        """Rank 0: an empty staging folder, after tidying up what a killed run left."""
+        for leftover in self.directory.glob("step_*.staging"):
+            if _marker(leftover) is not None:
+                _promote(leftover)  # killed between commit and rename
+            else:
+                logger.warning("removing %s: it was never committed", leftover)
+                _remove(leftover)
+        staging.mkdir()
+
+    def _commit(self, staging: Path, progress: dict[str, Any]) -> None:
+        """Rank 0, once every rank has written everything: makes the checkpoint count, then prunes."""
+        earlier = _committed(self.directory)
+        progress = progress | {
+            "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+            "commit": earlier[-1][0]["commit"] + 1 if earlier else 1,  # the order of commits
+            "files": {file.name: file.stat().st_size for file in staging.iterdir()},
+        }
+        temporary = staging / f"{MARKER}.tmp"
+        temporary.write_text(json.dumps(progress, indent=1))
+        _sync_to_disk(temporary)
+        os.rename(temporary, staging / MARKER)
+        _sync_to_disk(staging)
+        _promote(staging)
+        logger.info("saved %s", staging.with_suffix(""))
+        if self.config.max_checkpoints is not None:
+            for _, folder in _committed(self.directory)[: -self.config.max_checkpoints]:
+                try:
+                    _remove(folder)
+                except OSError as error:  # the new checkpoint is whole all the same
+                    logger.warning("cannot remove the old checkpoint %s: %s", folder, error)
+
+
+class _CommittingWriter(dcp.FileSystemWriter):
+    """DCP's file writer; DCP calls ``finish`` on rank 0 only, after every rank has written its data.
+
+    An error in there is raised on every rank.
+    """
+
+    def __init__(self, path: Path, commit: Callable[[], None]):
+        super().__init__(path)
+        self._commit = commit
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self._commit()
+
+
+def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike) -> None:
+    """Writes safetensors (several files above 5 GB), ``config.json`` and the tokenizer for ``from_pretrained``.
+
+    Every rank calls it. Weights keep their dtype; sharded ones are gathered one by one into rank 0's CPU memory. An
+    existing folder is replaced once the new one is whole.
+
+    Args:
+        model: a Hugging Face model: plain, DDP or FSDP2.
+        path: the folder to make.
+
+    Raises:
+        RuntimeError: on every rank, if rank 0 could not write.
+    """
+    path, model = Path(path).absolute(), _unwrap(model)
+    weights = {}
+    for name, weight in model_tensors(model).items():
+        full = (
+            weight.full_tensor() if isinstance(weight, DTensor) else weight
+        )  # a collective: on every rank, in this order
+        if _rank() == 0:
+            weights[name] = full.cpu()
+        del full
+
+    def write() -> None:
+        staging, replaced = path.with_name(f"{path.name}.staging"), path.with_name(f"{path.name}.replaced")
+        for leftover in (staging, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
+        model.save_pretrained(staging, state_dict=weights, max_shard_size="5GB")
+        tokenizer.save_pretrained(staging)
+        for file in staging.iterdir():
+            _sync_to_disk(file)
+        if path.exists():
+            os.rename(path, replaced)
+        os.rename(staging, path)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    _together(write if _rank() == 0 else _nothing, RuntimeError, f"the final model cannot be written to {path}")
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, without DDP's ``module.``; tied ones once, under their first name.
+
+    TE's ``_extra_state`` (the scales and amax histories of delayed scaling) is left out: its size changes from step to
+    step and differs per rank, so DCP cannot hold it. It belongs into the ``rank_state`` of ``Checkpointer.save``.
+
+    Raises:
+        ValueError: the model is still on the meta device.
+    """
+    model = _unwrap(model)
+    state = model.state_dict()  # before named_parameters: it makes FSDP2 put back its sharded parameters
+    names = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
+    tensors = {name: value for name, value in state.items() if name not in tied and not name.endswith("_extra_state")}
+    if meta := [name for name, value in tensors.items() if value.is_meta]:
+        raise ValueError(f"{meta[0]} and {len(meta) - 1} more are on the meta device: initialise the model first.")
+    return tensors
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _check_same_tensors(tensors: dict[str, torch.Tensor], metadata: Metadata, folder: Path) -> None:
+    """Raises ValueError unless names, shapes and dtypes of a checkpoint are those of this run.
+
+    DCP itself would skip stored tensors that nobody asks for, and cast.
+    """
+    saved = metadata.state_dict_metadata
+    problems = [f"{name} is not in the checkpoint" for name in tensors if name not in saved]
+    problems += [f"{name} is in the checkpoint only" for name in saved if name not in tensors]
+    for name, tensor in tensors.items():
+        if name in saved:
+            then, now = (saved[name].size, saved[name].properties.dtype), (tensor.size(), tensor.dtype)
+            if then != now:
+                problems.append(f"{name} is {list(then[0])} {then[1]} there, {list(now[0])} {now[1]} here")
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems[:5])
+        raise ValueError(
+            f"{folder} does not fit this run in {len(problems)} tensors:{listed}\nResume with the model config, dtype "
+            "and use_fp32_master_weights that it was saved with, or choose another checkpoint.ckpt_dir."
+        )
+
+
+def _committed(directory: Path, warn: bool = False) -> list[tuple[dict[str, Any], Path]]:
+    """(marker, folder) of every whole checkpoint, the oldest first; ``warn`` names the folders passed over."""
+    found = []
+    for folder in sorted(directory.iterdir()):
+        if folder.is_dir() and FOLDER_NAME.fullmatch(folder.name):
+            marker = _marker(folder)
+            if marker is not None:
+                found.append((marker, folder))
+            elif warn:
+                logger.warning("ignoring %s: half-written or damaged (no valid %s)", folder, MARKER)
+    return sorted(found, key=lambda pair: pair[0]["commit"])
+
+
+def _marker(folder: Path) -> dict[str, Any] | None:
+    """Contents of the commit marker; None if it is missing or a file that it lists is missing or too short."""
+    try:
+        marker = json.loads((folder / MARKER).read_text())
+        whole = all((folder / name).stat().st_size >= size for name, size in marker["files"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    return marker if whole else None
+
+
+def _promote(staging: Path) -> None:
+    """Gives a committed staging folder its final name, in place of an older checkpoint of the same step."""
+    final = staging.with_suffix("")
+    if final.exists():
+        _remove(final)
+    os.rename(staging, final)
+    _sync_to_disk(final.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a checkpoint, its marker first: no part of it may count."""
+    (folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def _check_writable(directory: Path, name: str) -> None:
+    """Makes ``directory`` and writes to it from every rank, so that a run does not find out after hours of training."""
+    token = _together(lambda: uuid.uuid4().hex, ValueError, name)[0]
+
+    def write() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f".probe_{token}_{_rank()}").touch()
+
+    def look() -> None:
+        if not (directory / f".probe_{token}_0").exists():
+            raise OSError("it is not the folder that rank 0 sees")
+
+    try:
+        _together(write, ValueError, f"{name} cannot be written: give a folder that every rank can write to")
+        _together(look, ValueError, f"{name} is not shared: give a folder on a file system that all nodes share")
+    finally:
+        with suppress(OSError):
+            (directory / f".probe_{token}_{_rank()}").unlink()
+
+
+def _together(function: Callable[[], Any], error_type: type[Exception], what: str) -> list[Any]:
+    """Calls ``function`` and returns every rank's result; if one rank failed, all raise, so that nobody waits for it.
+
+    A barrier, too.
+    """
+    result, failure, cause = None, None, None
+    try:
+        result = function()
+    except Exception as error:
+        failure, cause = f"rank {_rank()}: {type(error).__name__}: {error}", error
+    outcomes = [(result, failure)]
+    if dist.is_initialized():
+        outcomes = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, (result, failure))
+    failures = [failure for _, failure in outcomes if failure is not None]
+    if failures:
+        raise error_type(f"{what}. {'; '.join(failures)}") from cause
+    return [result for result, _ in outcomes]
+
+
+def _nothing() -> None:
+    """What the other ranks do while rank 0 works."""
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _save_object(value: Any, path: Path) -> None:
+    with open(path, "wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_to_disk(path: Path) -> None:
+    """fsync of a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,397 @@
+"""The configuration: one typed schema, one validator.
+
+Hydra merges, in this order, the dataclasses below (every default and its type), a YAML file of ``hydra_config/`` and
+the command line. :func:`load_config` turns the result into a :class:`TrainConfig`, checks every cross-field rule on
+the CPU before anything is built, and reports all problems at once. Nothing changes a config afterwards.
+"""
+
+import os
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+
+PROJECT_DIR = Path(__file__).resolve().parent
+
+
+class ConfigError(ValueError):
+    """Every problem of a configuration, one per line: the value, the rule it breaks and the fix."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = problems
+        super().__init__("invalid configuration:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+@dataclass
+class DatasetConfig:
+    tokenizer_name_or_path: str = "./tokenizers/nucleotide_fast_tokenizer"
+    """Folder or Hub name, for ``AutoTokenizer.from_pretrained``."""
+    load_dataset_kwargs: dict[str, Any] = field(default_factory=dict)
+    """``path``: a Parquet file, a glob or a folder of them (then nothing else but ``split: train`` and ``streaming``),
+    or a Hugging Face data set name (then the rest goes to ``datasets.load_dataset``)."""
+    text_column: str = "sequence"
+    """Column that holds the text of a record."""
+    micro_batch_size: int = 8
+    """Sequences per micro-batch and rank (BSHD)."""
+    token_micro_batch_size: int | None = None
+    """Tokens per micro-batch and rank with sequence packing (THD); null: micro_batch_size * max_seq_length."""
+    max_seq_length: int = 512
+    """Tokens per window, special tokens included. Longer records become several windows."""
+    stride: int = 0
+    """Tokens that consecutive windows of one record share."""
+    split_last_document: bool = True
+    """THD: cut the last window of a micro-batch so that every micro-batch is full; the rest opens the next one."""
+    buffer_size: int = 10_000
+    """Records per shuffle block: rows are permuted inside blocks of about this many, blocks across the epoch."""
+    num_shards: int = 48
+    """Virtual shards of the data stream; a multiple of data-parallel size * max(num_workers, 1). Part of the data
+    order."""
+    num_workers: int = 1
+    """Loader processes per rank; 0 reads in the training process."""
+    use_stateful_dataloader: bool = True
+    """Carry the position in the data in checkpoints (torchdata.StatefulDataLoader)."""
+    uppercase_labels: bool = False
+    """Upper-case the labels of ``acgt`` (soft-masked genomes); the inputs keep their case."""
+    mask_degenerate_bases: bool = False
+    """Ignore labels other than A, C, G, T (either case); control characters such as @ and # are among them."""
+
+
+@dataclass
+class ValidationConfig:
+    load_dataset_kwargs: dict[str, Any] | None = None
+    """As dataset.load_dataset_kwargs; null: no validation. Windows do not overlap, so every token is scored once."""
+    every_n_steps: int = 0
+    """Validate after every n-th optimiser step; 0: after the last step only."""
+    max_batches: int | None = None
+    """At most this many micro-batches, all data-parallel ranks together; null: the whole set."""
+
+
+@dataclass
+class CheckpointConfig:
+    ckpt_dir: str | None = None
+    """Checkpoints go to ``ckpt_dir/<script name>/step_<N>/``."""
+    save_every_n_steps: int = 0
+    """0: no checkpoints."""
+    resume_from_checkpoint: bool = False
+    """Continue from the newest committed checkpoint; from step 0, with a warning, if there is none."""
+    save_final_model: bool = False
+    """After the last step write ``ckpt_dir/<script name>/final_model/``: safetensors, config, tokenizer."""
+    max_checkpoints: int | None = None
+    """Keep the newest n committed checkpoints; null: all."""
+    async_save: bool = False
+    """Write checkpoints in the background."""
+
+
+@dataclass
+class LoggerConfig:
+    frequency: int = 1
+    """Log every n-th step; the last step always."""
+    metrics_path: str | None = None
+    """JSON lines file; null: ``metrics.jsonl`` in the run's folder."""
+
+
+@dataclass
+class ProfilerConfig:
+    enabled: bool = False
+    """On a GPU: open the CUDA profiler range (``nsys profile --capture-range=cudaProfilerApi``) with NVTX ranges; on a
+    CPU: write a Chrome trace into the run's folder."""
+    start_step: int = 10
+    """First step inside the range."""
+    end_step: int = 12
+    """Last step inside the range."""
+
+
+@dataclass
+class WandbConfig:
+    mode: str = "disabled"
+    """online, offline or disabled."""
+    project: str = "llama3-native-te"
+    name: str | None = None
+    id: str | None = None
+    """Run id, to continue a wandb run."""
+    resume: str | None = None
+    """wandb's ``resume``: allow, must, never or auto."""
+
+
+@dataclass
+class AdamWConfig:
+    lr: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Applied to matrices (2-D parameters) only, not to norms."""
+
+
+@dataclass
+class SchedulerConfig:
+    num_warmup_steps: int = 100
+    """Linear warm-up, in optimiser steps."""
+    num_decay_steps: int = 1000
+    """Cosine decay after the warm-up, in optimiser steps; constant at the minimum from then on."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a fraction of adamw_kwargs.lr."""
+
+
+@dataclass
+class TrainConfig:
+    config_name_or_path: str = "./model_configs/llama-genome-tiny"
+    """Model config: a folder, a JSON file or a Hub name."""
+    config_kwargs: dict[str, Any] = field(
+        default_factory=lambda: {"attn_input_format": None, "self_attn_mask_type": None}
+    )
+    """Overrides of the model config's fields; null keeps the model config's (or the derived) value."""
+    num_train_steps: int = 1000
+    """Optimiser steps in all, also counted across resumed runs."""
+    grad_acc_steps: int = 1
+    """Micro-batches per optimiser step and rank."""
+    seed: int = 42
+    """Initial weights, data order and every other random draw."""
+    te_backend: str = "auto"
+    """auto: TransformerEngine where CUDA and TE are there, else te_reference; transformer_engine; reference."""
+    use_te: bool = True
+    """false: plain Hugging Face LlamaForCausalLM in the same loop."""
+    dtype: str = "auto"
+    """Parameter dtype: float32 or bfloat16; auto: bfloat16 on a GPU, float32 on a CPU."""
+    use_fp32_master_weights: bool = False
+    """FP32 master copies of BF16 (or quantised) parameters in the optimiser."""
+    use_sequence_packing: bool = False
+    """THD: windows are packed back to back without padding; else BSHD: one window per row, padded on the right."""
+    use_meta_device: bool = True
+    """Build the model without memory and initialise it after sharding."""
+    use_torch_compile: bool = False
+    """torch.compile each decoder layer (reference backend and use_te=false; TE layers are already fused)."""
+    activation_checkpointing: str = "off"
+    """off; full: recompute every layer in the backward pass; selective: every second layer."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; 0: no clipping."""
+    hsdp_replicate_size: int = 1
+    """FSDP2: number of replicas; parameters are sharded over world size / this many ranks."""
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    adamw_kwargs: AdamWConfig = field(default_factory=AdamWConfig)
+    lr_scheduler_kwargs: SchedulerConfig = field(default_factory=SchedulerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    @property
+    def token_micro_batch_size(self) -> int:
+        """Tokens per micro-batch and rank, padding included."""
+        return self.dataset.token_micro_batch_size or self.dataset.micro_batch_size * self.dataset.max_seq_length
+
+
+# Keys that only some scripts read. Setting one elsewhere is an error, not a no-op.
+SCRIPT_KEYS = {
+    "hsdp_replicate_size": {"train_fsdp2"},
+}
+
+
+def register_schema() -> None:
+    """Makes the schema known to Hydra as ``schema``, the base of every file in ``hydra_config/``."""
+    ConfigStore.instance().store(name="schema", node=TrainConfig)
+
+
+def project_path(name_or_path: str) -> str:
+    """A path that exists below the working folder or the project folder, absolute; else the argument (a Hub name)."""
+    for base in (Path.cwd(), PROJECT_DIR):
+        if (base / name_or_path).exists():
+            return str((base / name_or_path).resolve())
+    return name_or_path
+
+
+def load_config(cfg: DictConfig, script: str, world_size: int | None = None) -> TrainConfig:
+    """Validates the merged config and returns it typed.
+
+    Args:
+        cfg: what Hydra composed.
+        script: name of the train script, without ``.py``.
+        world_size: number of processes; None reads ``WORLD_SIZE``.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    config = OmegaConf.to_object(cfg)
+    assert isinstance(config, TrainConfig)
+    problems = find_problems(
+        config, script, int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    )
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def unknown_keys(node: Any, prefix: str = "") -> list[str]:
+    """Keys that the schema does not have; Hydra lets ``+key=value`` add them."""
+    names = {f.name for f in fields(node)}
+    problems = [f"{prefix}{key} is no key of the schema: see config.py." for key in vars(node) if key not in names]
+    for name in names:
+        if is_dataclass(getattr(node, name)):
+            problems += unknown_keys(getattr(node, name), f"{prefix}{name}.")
+    return problems
+
+
+def find_problems(config: TrainConfig, script: str, world_size: int) -> list[str]:
+    """All broken rules of ``config`` as run by ``script`` on ``world_size`` processes."""
+    problems: list[str] = []
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            problems.append(message)
+
+    def choice(name: str, value: Any, allowed: tuple) -> None:
+        require(value in allowed, f"{name}={value!r} is not one of {', '.join(map(str, allowed))}.")
+
+    def at_least(name: str, value: float | None, minimum: float) -> None:
+        require(value is None or value >= minimum, f"{name}={value} must be at least {minimum}.")
+
+    defaults = TrainConfig()
+    for key, scripts in SCRIPT_KEYS.items():
+        if script not in scripts and getattr(config, key) != getattr(defaults, key):
+            require(False, f"{key} is read by {', '.join(sorted(scripts))} only; {script} would ignore it. Remove it.")
+
+    choice("te_backend", config.te_backend, ("auto", "transformer_engine", "reference"))
+    choice("dtype", config.dtype, ("auto", "float32", "bfloat16"))
+    choice("activation_checkpointing", config.activation_checkpointing, ("off", "full", "selective"))
+    choice("wandb.mode", config.wandb.mode, ("online", "offline", "disabled"))
+    at_least("num_train_steps", config.num_train_steps, 1)
+    at_least("seed", config.seed, 0)
+    at_least("grad_acc_steps", config.grad_acc_steps, 1)
+    at_least("max_grad_norm", config.max_grad_norm, 0)
+    at_least("hsdp_replicate_size", config.hsdp_replicate_size, 1)
+    at_least("logger.frequency", config.logger.frequency, 1)
+    if config.hsdp_replicate_size >= 1:
+        require(
+            world_size % config.hsdp_replicate_size == 0,
+            f"hsdp_replicate_size={config.hsdp_replicate_size} does not divide the world size {world_size}.",
+        )
+
+    data = config.dataset
+    at_least("dataset.micro_batch_size", data.micro_batch_size, 1)
+    at_least("dataset.token_micro_batch_size", data.token_micro_batch_size, 1)
+    at_least("dataset.max_seq_length", data.max_seq_length, 4)
+    at_least("dataset.buffer_size", data.buffer_size, 1)
+    at_least("dataset.num_workers", data.num_workers, 0)
+    require(
+        0 <= data.stride < max(data.max_seq_length - 2, 1),
+        f"dataset.stride={data.stride} must be at least 0 and below max_seq_length - 2 = {data.max_seq_length - 2}, "
+        "or windows would not advance.",
+    )
+    require(
+        "path" in data.load_dataset_kwargs,
+        "dataset.load_dataset_kwargs.path is missing: give a Parquet file, a folder of them, or a Hub data set name.",
+    )
+    streams = world_size * max(data.num_workers, 1)
+    require(
+        data.num_shards >= 1 and data.num_shards % streams == 0,
+        f"dataset.num_shards={data.num_shards} must be a multiple of data-parallel size * max(num_workers, 1) = "
+        f"{world_size} * {max(data.num_workers, 1)} = {streams}; it is part of the data order, so set it once for the "
+        "largest run you plan.",
+    )
+    if data.token_micro_batch_size is not None:
+        require(
+            config.use_sequence_packing,
+            f"dataset.token_micro_batch_size={data.token_micro_batch_size} needs use_sequence_packing=true "
+            "(BSHD batches are sized by dataset.micro_batch_size).",
+        )
+        require(
+            data.split_last_document or data.token_micro_batch_size >= data.max_seq_length,
+            f"dataset.token_micro_batch_size={data.token_micro_batch_size} cannot hold a window of max_seq_length="
+            f"{data.max_seq_length} tokens: raise it, or set dataset.split_last_document=true.",
+        )
+    for name, path in [
+        ("config_name_or_path", config.config_name_or_path),
+        ("dataset.tokenizer_name_or_path", data.tokenizer_name_or_path),
+    ]:
+        local = path.startswith((".", "/", "~"))
+        require(not local or Path(project_path(path)).exists(), f"{name}={path!r}: no such file or folder.")
+
+    validation = config.validation
+    at_least("validation.every_n_steps", validation.every_n_steps, 0)
+    at_least("validation.max_batches", validation.max_batches, 1)
+    if validation.load_dataset_kwargs is None:
+        require(
+            validation.every_n_steps == 0 and validation.max_batches is None,
+            "validation.every_n_steps or max_batches is set without validation.load_dataset_kwargs: name a data set, "
+            "or drop them.",
+        )
+    else:
+        require("path" in validation.load_dataset_kwargs, "validation.load_dataset_kwargs.path is missing.")
+
+    checkpoint = config.checkpoint
+    at_least("checkpoint.save_every_n_steps", checkpoint.save_every_n_steps, 0)
+    at_least("checkpoint.max_checkpoints", checkpoint.max_checkpoints, 1)
+    for key in ("save_every_n_steps", "resume_from_checkpoint", "save_final_model"):
+        require(
+            not getattr(checkpoint, key) or checkpoint.ckpt_dir is not None,
+            f"checkpoint.{key}={getattr(checkpoint, key)} needs checkpoint.ckpt_dir.",
+        )
+    require(
+        data.use_stateful_dataloader or not (checkpoint.save_every_n_steps or checkpoint.resume_from_checkpoint),
+        "dataset.use_stateful_dataloader=false would lose the position in the data: set it to true, or turn off "
+        "checkpoint.save_every_n_steps and resume_from_checkpoint.",
+    )
+
+    optimizer, schedule = config.adamw_kwargs, config.lr_scheduler_kwargs
+    require(optimizer.lr > 0, f"adamw_kwargs.lr={optimizer.lr} must be positive.")
+    require(
+        len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas),
+        f"adamw_kwargs.betas={optimizer.betas} must be two numbers in [0, 1).",
+    )
+    require(optimizer.eps > 0, f"adamw_kwargs.eps={optimizer.eps} must be positive.")
+    at_least("adamw_kwargs.weight_decay", optimizer.weight_decay, 0)
+    at_least("lr_scheduler_kwargs.num_warmup_steps", schedule.num_warmup_steps, 0)
+    at_least("lr_scheduler_kwargs.num_decay_steps", schedule.num_decay_steps, 1)
+    require(
+        0 <= schedule.min_lr_ratio <= 1, f"lr_scheduler_kwargs.min_lr_ratio={schedule.min_lr_ratio} must be in [0, 1]."
+    )
+    if config.profiler.enabled:
+        require(
+            1 <= config.profiler.start_step <= min(config.profiler.end_step, config.num_train_steps),
+            f"profiler.start_step={config.profiler.start_step} must be at least 1 and at most end_step="
+            f"{config.profiler.end_step} and num_train_steps={config.num_train_steps}.",
+        )
+
+    attn_input_format = "thd" if config.use_sequence_packing else "bshd"
+    given = config.config_kwargs.get("attn_input_format")
+    require(
+        given in (None, attn_input_format),
+        f"config_kwargs.attn_input_format={given!r} contradicts use_sequence_packing="
+        f"{str(config.use_sequence_packing).lower()}, which makes {attn_input_format} batches.",
+    )
+    mask_types = ("padding_causal",) if config.use_sequence_packing else ("causal",)
+    mask_type = config.config_kwargs.get("self_attn_mask_type")
+    require(
+        mask_type in (None, *mask_types),
+        f"config_kwargs.self_attn_mask_type={mask_type!r} must be {mask_types[0]} for {attn_input_format} batches.",
+    )
+    if not config.use_te:
+        require(
+            not config.use_sequence_packing,
+            "use_te=false (Hugging Face's model) takes padded batches: set use_sequence_packing=false or use_te=true.",
+        )
+        require(
+            config.te_backend == "auto",
+            f"te_backend={config.te_backend} has no meaning with use_te=false: drop one of them.",
+        )
+    elif config.te_backend == "transformer_engine":
+        require(
+            not config.use_torch_compile, "use_torch_compile=true: TE layers break torch.compile's graphs; drop it."
+        )
+    return problems
+
+
+def save_resolved(config: TrainConfig, path: Path) -> None:
+    """Writes the config that a run uses, every default included, as YAML."""
+
+    def plain(value: Any) -> Any:
+        if is_dataclass(value):
+            return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        return value
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(plain(config), sort_keys=False))

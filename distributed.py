@@ -1,0 +1,102 @@
+"""Processes, devices, meshes and the collectives that every strategy needs.
+
+One process drives one device: NCCL and a GPU where CUDA is there, else gloo and the CPU. A single process started
+without torchrun forms a group of one, so that the scripts have no special case.
+"""
+
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """This process: ``rank`` of ``world_size``, ``local_rank`` on its node, and the ``device`` that it drives."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def init_distributed(timeout_minutes: int = 30) -> DistributedContext:
+    """Joins the process group that torchrun's environment describes, or makes one of a single process."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if torch.cuda.is_available():
+        # Several ranks may share a card (functional tests), so a local rank beyond the last card wraps around.
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    options = {"timeout": timedelta(minutes=timeout_minutes)}
+    if "RANK" not in os.environ:
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, **options)
+    return DistributedContext(rank, local_rank, world_size, device)
+
+
+def all_reduce_sum(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sum over the group (None: all ranks), in place."""
+    dist.all_reduce(value, group=group)
+    return value
+
+
+def _sharded_axes(parameter: torch.Tensor) -> tuple:
+    """(mesh, mesh axes over which the parameter is sharded)."""
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    axes = tuple(axis for axis, placement in enumerate(parameter.placements) if isinstance(placement, Shard))
+    return parameter.device_mesh, axes
+
+
+def global_grad_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    """L2 norm of all gradients of all ranks, each element counted once whatever the sharding: FP32 scalar.
+
+    Gradients may live on different meshes (dense and expert parameters): squares are summed per (mesh, sharded axes)
+    and reduced over those axes only; replicated gradients are not reduced at all.
+    """
+    groups: dict[tuple, list[torch.Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        # Keyed by the parameter, not the gradient: every rank must make the same reductions, also one without a
+        # gradient.
+        grads = groups[_sharded_axes(parameter)]
+        if parameter.grad is not None:
+            grads.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
+    total = 0.0
+    for (mesh, axes), grads in groups.items():
+        grads = [grad for grad in grads if grad.numel()]
+        square = torch.zeros((), device=parameters[0].device)
+        if grads:
+            square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).square_().sum()
+        for axis in axes:
+            all_reduce_sum(square, mesh.get_group(axis))
+        total = total + square
+    return total.sqrt()
+
+
+def clip_grad_norm(parameters: list[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Scales all gradients by min(1, max_norm / norm) (0: no clipping) and returns the norm before: FP32 scalar, no
+    sync."""
+    norm = global_grad_norm(parameters)
+    if max_norm > 0:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def shut_down() -> None:
+    """Waits for all ranks, then leaves the process group."""
+    dist.barrier()
+    dist.destroy_process_group()

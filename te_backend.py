@@ -1,0 +1,56 @@
+"""Which implementation of the TransformerEngine layers a model uses. The only place that asks what is installed.
+
+``resolve`` is called with a config value, never at import. What it returns has the names that the models and the train
+scripts use: ``TransformerLayer``, ``MultiheadAttention``, ``LayerNormMLP``, ``RMSNorm``, ``RotaryPositionEmbedding``,
+``autocast``, ``quantized_model_init``, ``checkpoint``, ``optimizers``.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+from types import ModuleType
+
+import torch
+
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = {"transformer_engine": "transformer_engine.pytorch", "reference": "te_reference"}
+
+
+def unavailable_reason() -> str | None:
+    """Why TransformerEngine cannot run here, or None if it can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "transformer_engine is not installed (pip install -r requirements-gpu.txt)"
+    return None
+
+
+@functools.cache
+def resolve(name: str = "auto") -> ModuleType:
+    """The layer implementation for a ``te_backend`` config value; says once which it is and why.
+
+    Args:
+        name: ``auto``, ``transformer_engine`` or ``reference``.
+
+    Raises:
+        ValueError: an unknown name, or ``transformer_engine`` where it cannot run.
+    """
+    if name not in ("auto", *BACKENDS):
+        raise ValueError(f"te_backend={name!r} is not one of auto, {', '.join(BACKENDS)}.")
+    reason = unavailable_reason() if name != "reference" else "te_backend=reference"
+    if name == "transformer_engine" and reason:
+        raise ValueError(f"te_backend=transformer_engine cannot run here: {reason}. Use te_backend=reference or auto.")
+    if reason:
+        logger.info("layers: te_reference (plain PyTorch): %s", reason)
+        return importlib.import_module(BACKENDS["reference"])
+    logger.info("layers: TransformerEngine %s", importlib.metadata.version("transformer_engine"))
+    return importlib.import_module(BACKENDS["transformer_engine"])
+
+
+def layer_device() -> str:
+    """Where a layer built now belongs: torch's default device, as a string (TE defers only for the string ``meta``)."""
+    return str(torch.get_default_device())

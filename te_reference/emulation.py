@@ -1,0 +1,420 @@
+"""Low-precision linear layers without the hardware: quantise, multiply in FP32, round.
+
+Legend: T tokens, D input features, O output features; [R, C] any matrix.
+
+A linear layer is three matrix products, and each sums over another dim:
+
+    y_TO  = x_TD  @ w_OD^T     forward            sums over D
+    dx_TD = dy_TO @ w_OD       input gradient     sums over O
+    dw_OD = dy_TO^T @ x_TD     weight gradient    sums over T
+
+A tensor core multiplies narrow floats, adds up in FP32 and applies scales: a scale must be constant along the stretch
+that is summed before it is applied. So a block of values that share a scale lies along the summed dim, and x, w and
+dy, which each enter two products, are quantised twice, both times from high precision:
+
+| operand | row-wise, blocks along the last dim | column-wise, blocks along the first dim |
+|---|---|---|
+| x  [T, D] | forward | weight gradient |
+| w  [O, D] | forward | input gradient |
+| dy [T, O] | input gradient | weight gradient |
+
+With one scale per tensor, or square blocks, both directions hold the same values.
+
+**Quantising.** q = cast(x * s), dequantised as q / s. With s = max / amax the largest magnitude (amax) lands on the
+largest value of the format; what falls below its smallest subnormal becomes 0 (underflow).
+
+| recipe | block of x, dy | block of w | factor s | stored |
+|---|---|---|---|---|
+| delayed | tensor | tensor | known from earlier steps (delayed_scaling.py): values can saturate | FP32 1/s |
+| current | tensor | tensor | fp8_max / amax | FP32 1/s |
+| block | 1 x 128, 128 x 1 | 128 x 128 | fp8_max / amax, truncated to a power of two | FP32 1/s |
+| MXFP8 | 1 x 32, 32 x 1 | 1 x 32, 32 x 1 | 2^-e, e = log2(amax / 448) rounded up | E8M0 e |
+| NVFP4 | 1 x 16, 16 x 1 | 16 x 16 | two levels, below | E4M3 S, FP32 amax |
+
+x and w are E4M3; dy is E5M2 with one scale per tensor (format HYBRID), E4M3 with blocks; NVFP4 is E2M1 throughout.
+An amax of 0 or infinity gives s = 1 (MXFP8: s = 2^127 or 2^-127). NaNs do not count towards an amax.
+
+**NVFP4.** E4M3 block scales alone reach only from 2^-9 to 448, so the tensor's amax fixes where that window lies:
+
+    S_enc = 448 * 6 / amax_tensor              maps the tensor's amax to the largest block scale times the largest value
+    S     = E4M3(amax_block * S_enc / 6)       stored per block
+    q     = E2M1(x * S_enc / S)                dequantised as q * S * amax_tensor / (448 * 6)
+
+With 3 bits of magnitude, rounding bias matters: gradients round up or down at random, in proportion (stochastic
+rounding), and the operands of the weight gradient are first multiplied by a random Hadamard transform, which spreads
+outliers over 16 tokens. It is orthogonal, M M^T = I, so (M^T dy)^T (M^T x) = dy^T x: it changes the rounding errors
+only.
+
+**Rounding points.** Products are rounded once, to the activations' dtype. Every recipe but delayed scaling first
+rounds a FP32 norm or SwiGLU output to that dtype; delayed scaling quantises it as it is. NVFP4's kernels take BF16,
+so its inputs are rounded to BF16 here too.
+
+The products use the stored values exactly: FP8 and E2M1 values times a power of two or an E4M3 scale fit BF16's 8
+bits, so on a GPU they are BF16 products that accumulate in FP32. On a CPU they are FP32 products.
+
+Sources: TE 2.20.2 common/recipe/recipe_common.cuh, common/cast/*, pytorch/module/linear.py, pytorch/custom_recipes;
+OCP Microscaling Formats v1.0; arXiv 2509.25149 (NVFP4).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from te_reference.delayed_scaling import DelayedScalingState
+from te_reference.formats import (
+    E2M1_MAX,
+    FP32_MAX,
+    cast_to_float8,
+    e2m1_codes,
+    e8m0_codes,
+    e8m0_values,
+    float8_codes,
+    float8_scale,
+    round_to_e2m1,
+    stochastically_round_to_e2m1,
+)
+from te_reference.recipe import Format, Recipe
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROLES = ("activation", "weight", "gradient")
+RHT_SIZE = 16
+# One fixed draw, the same on every rank and step (transformer_engine/pytorch/tensor/nvfp4_tensor.py).
+RHT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A matrix [R, C] in a compute format, in its own orientation (TE stores some column-wise copies transposed)."""
+
+    data: torch.Tensor
+    """[R, C], float8_e4m3fn or float8_e5m2. E2M1 values are held as E4M3, which contains them."""
+    scale_inv: torch.Tensor
+    """What a value is multiplied by. FP32 [] per tensor; per block [ceil(R/rows), ceil(C/columns)]: FP32 (block), uint8
+    E8M0 codes (MXFP8) or float8_e4m3fn (NVFP4)."""
+    block: tuple[int, int] | None = None
+    """Rows and columns of a block; None: one scale per tensor."""
+    amax: torch.Tensor | None = None
+    """NVFP4: FP32 [] amax of the tensor (after the Hadamard transform, if any)."""
+    fits_bf16: bool = True
+    """Values times block scales are exact in BF16."""
+
+    def payload(self) -> torch.Tensor:
+        """The stored codes, uint8 [R, C]; for NVFP4 one code (0..15) per byte, see :func:`formats.pack_e2m1`."""
+        return float8_codes(self.data) if self.amax is None else e2m1_codes(self.data)
+
+    def block_scales(self) -> torch.Tensor:
+        """FP32 scales per block, without NVFP4's tensor scale."""
+        return e8m0_values(self.scale_inv) if self.scale_inv.dtype == torch.uint8 else self.scale_inv.float()
+
+    def tensor_scale(self) -> torch.Tensor | None:
+        """FP32 [] factor that :meth:`scaled_values` leaves out; None: nothing."""
+        if self.amax is not None:
+            return self.amax * (1 / (E2M1_MAX * 448))
+        return self.scale_inv if self.block is None else None
+
+    def scaled_values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Values times block scales [R, C]: all but the scale of the whole tensor."""
+        values = self.data.to(dtype)
+        return values if self.block is None else _times_blocks(values, self.block_scales().to(dtype), self.block)
+
+    def dequantize(self) -> torch.Tensor:
+        """FP32 [R, C], rounded as TE's dequantisation kernels round."""
+        if self.block is None:
+            return self.data.float() * self.scale_inv
+        scales = self.block_scales()
+        if self.amax is not None:
+            scales = scales * self.amax * (1 / (E2M1_MAX * 448))
+        return _times_blocks(self.data.float(), scales, self.block)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A tensor as its two matrix products use it; None where that product is not computed."""
+
+    rowwise: QuantizedTensor | None
+    columnwise: QuantizedTensor | None
+
+
+def check_alignment(name: str, shape: tuple[int, ...], recipe: Recipe) -> None:
+    """Checks that a tensor [..., C] can be an operand.
+
+    Raises:
+        ValueError: the product of the leading dims or the last dim is not a multiple of what the recipe needs: 8 and
+            16 for per-tensor and block scaling, 32 and 32 for MXFP8, 16 and 16 for NVFP4.
+    """
+    leading_multiple, last_multiple = (32, 32) if recipe.mxfp8() else (16, 16) if recipe.nvfp4() else (8, 16)
+    leading = torch.Size(shape[:-1]).numel()
+    if leading % leading_multiple or shape[-1] % last_multiple:
+        raise ValueError(
+            f"{name} of shape {list(shape)}: {type(recipe).__name__} needs the product of the leading dims ({leading}) "
+            f"to be a multiple of {leading_multiple} and the last dim ({shape[-1]}) of {last_multiple}. Pad the batch, "
+            "or choose other layer sizes."
+        )
+
+
+def quantize(
+    x_RC: torch.Tensor,
+    recipe: Recipe,
+    role: str,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    state: DelayedScalingState | None = None,
+    generator: torch.Generator | None = None,
+) -> Operands:
+    """Quantises a matrix for the matrix products of a linear layer.
+
+    Args:
+        x_RC: high-precision matrix; any float dtype.
+        recipe: which arithmetic.
+        role: activation (x), weight (w) or gradient (dy).
+        rowwise: make the copy with blocks along the last dim.
+        columnwise: make the copy with blocks along the first dim.
+        state: scales and amax history; needed by, and only used by, DelayedScaling.
+        generator: random bits of stochastic rounding, on ``x_RC``'s device; None: the device's default generator.
+
+    Raises:
+        ValueError: unknown role, wrong alignment, or no state for DelayedScaling.
+    """
+    if role not in ROLES:
+        raise ValueError(f"role={role!r} must be one of {', '.join(ROLES)}.")
+    check_alignment(role, tuple(x_RC.shape), recipe)
+    x_RC = x_RC.contiguous()
+
+    if recipe.float8_per_tensor_scaling():
+        dtype = E5M2 if role == "gradient" and recipe.fp8_format is Format.HYBRID else E4M3
+        x_RC, amax = x_RC.float(), block_amax(x_RC, None)
+        if recipe.float8_current_scaling():
+            scale = float8_scale(amax, dtype, recipe.use_power_2_scales)
+        elif state is None:
+            raise ValueError(
+                "DelayedScaling needs a DelayedScalingState: it quantises with the scales of earlier steps."
+            )
+        else:
+            scale = state.scale(role)
+            state.record(role, amax)
+        quantized = QuantizedTensor(cast_to_float8(x_RC * scale, dtype), scale.reciprocal())
+        return Operands(quantized, quantized)
+
+    if recipe.nvfp4():
+        # BF16 values in FP32: the kernels' input dtype, this code's compute dtype.
+        x_RC = x_RC.bfloat16().float()
+        stochastic = role == "gradient" and not recipe.disable_stochastic_rounding
+        transform = role != "weight" and not recipe.disable_rht
+        square = role == "weight" and not recipe.disable_2d_quantization
+
+        def quantize_blocks(x: torch.Tensor, block: tuple[int, int]) -> QuantizedTensor:
+            columns_transformed = transform and block == (16, 1)
+            x = random_hadamard_transform(x) if columns_transformed else x
+            return _quantize_e2m1_blocks(x, block, stochastic, generator)
+
+        size = 16
+    elif recipe.mxfp8():
+        quantize_blocks, size = _quantize_mx_blocks, 32
+        square = role == "weight" and recipe.enable_2d_quantization
+    else:
+        dims = {
+            "activation": recipe.x_block_scaling_dim,
+            "weight": recipe.w_block_scaling_dim,
+            "gradient": recipe.grad_block_scaling_dim,
+        }
+
+        def quantize_blocks(x: torch.Tensor, block: tuple[int, int]) -> QuantizedTensor:
+            return _quantize_float8_blocks(x, block, power_of_two=not recipe.use_f32_scales)
+
+        size, square = 128, dims[role] == 2
+
+    if square:
+        quantized = quantize_blocks(x_RC, (size, size))
+        return Operands(quantized, quantized)
+    return Operands(
+        quantize_blocks(x_RC, (1, size)) if rowwise else None,
+        quantize_blocks(x_RC, (size, 1)) if columnwise else None,
+    )
+
+
+def block_amax(x_RC: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
+    """FP32 largest magnitude per block [ceil(R/rows), ceil(C/columns)], or [] for ``block=None``. NaNs do not count."""
+    magnitudes = x_RC.float().abs().nan_to_num_(nan=0.0, posinf=torch.inf)
+    if block is None:
+        return magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(())
+    return _split_blocks(magnitudes, block).amax(dim=(1, 3))
+
+
+def random_hadamard_transform(x_TC: torch.Tensor) -> torch.Tensor:
+    """M^T x for every 16 rows of ``x_TC`` (FP32 holding BF16 values), rounded to BF16; M = diag(signs) H / 4."""
+    index = torch.arange(RHT_SIZE, device=x_TC.device)
+    common_bits = index[:, None] & index
+    # Sylvester's H: entry (i, j) is -1 where i and j share an odd number of one bits.
+    odd = sum((common_bits >> bit) & 1 for bit in range(4)) % 2
+    signs = torch.tensor(RHT_SIGNS, dtype=torch.float32, device=x_TC.device)
+    M = signs[:, None] * (1.0 - 2.0 * odd) / 4
+    T, C = x_TC.shape
+    return torch.matmul(M.T, x_TC.view(T // RHT_SIZE, RHT_SIZE, C)).bfloat16().float().view(T, C)
+
+
+def _split_blocks(x_RC: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """[R/rows, rows, C/columns, columns]; partial last blocks are filled with zeros."""
+    (R, C), (rows, columns) = x_RC.shape, block
+    if R % rows or C % columns:
+        x_RC = F.pad(x_RC, (0, -C % columns, 0, -R % rows))
+    return x_RC.view(-(-R // rows), rows, -(-C // columns), columns)
+
+
+def _times_blocks(x_RC: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Multiplies every block of ``x_RC`` by its entry of ``scales`` (same dtype). A new tensor."""
+    product = _split_blocks(x_RC, block) * scales[:, None, :, None]
+    R, C = x_RC.shape
+    product_RC = product.view(product.shape[0] * product.shape[1], product.shape[2] * product.shape[3])
+    return product_RC[:R, :C].contiguous()
+
+
+def _quantize_float8_blocks(x_RC: torch.Tensor, block: tuple[int, int], power_of_two: bool) -> QuantizedTensor:
+    # Where the quotient overflows FP32, TE's block kernels use the largest value of the input's dtype.
+    scale = float8_scale(block_amax(x_RC, block), E4M3, power_of_two, torch.finfo(x_RC.dtype).max)
+    data = cast_to_float8(_times_blocks(x_RC.float(), scale, block), E4M3)
+    return QuantizedTensor(data, scale.reciprocal(), block, fits_bf16=power_of_two)
+
+
+def _quantize_mx_blocks(x_RC: torch.Tensor, block: tuple[int, int]) -> QuantizedTensor:
+    codes = e8m0_codes(block_amax(x_RC, block) * (1 / 448))
+    data = cast_to_float8(_times_blocks(x_RC.float(), e8m0_values(254 - codes), block), E4M3)
+    return QuantizedTensor(data, codes, block)
+
+
+def _quantize_e2m1_blocks(
+    x_RC: torch.Tensor, block: tuple[int, int], stochastic: bool, generator: torch.Generator | None
+) -> QuantizedTensor:
+    amax = block_amax(x_RC, None)
+    encode_scale = (torch.full_like(amax, 448 * E2M1_MAX) / amax).clamp(max=FP32_MAX)
+    # 1 for a tensor of zeros, and for an infinite amax (quotient 0).
+    encode_scale = torch.where((amax == 0) | (encode_scale == 0), 1.0, encode_scale)
+    block_scales = cast_to_float8(block_amax(x_RC, block) * (encode_scale * (1 / E2M1_MAX)), E4M3)
+    # A block scale that underflows to 0 gives the largest factor: its values are then arbitrary but dequantise to 0.
+    factors = (block_scales.float() * encode_scale.reciprocal()).reciprocal().clamp(max=FP32_MAX)
+    scaled = _times_blocks(x_RC, factors, block)
+    values = stochastically_round_to_e2m1(scaled, generator) if stochastic else round_to_e2m1(scaled)
+    return QuantizedTensor(values.to(E4M3), block_scales, block, amax)
+
+
+def quantized_matmul(a: QuantizedTensor, b: QuantizedTensor, transpose_a: bool, transpose_b: bool) -> torch.Tensor:
+    """FP32 product of two quantised matrices, either transposed first."""
+    in_bf16 = a.data.is_cuda and a.fits_bf16 and b.fits_bf16
+    a_values, b_values = (q.scaled_values(torch.bfloat16 if in_bf16 else torch.float32) for q in (a, b))
+    a_values = a_values.T if transpose_a else a_values
+    b_values = b_values.T if transpose_b else b_values
+    if in_bf16:
+        product = torch.mm(a_values, b_values, out_dtype=torch.float32)
+    else:
+        product = a_values @ b_values
+    for scale in (a.tensor_scale(), b.tensor_scale()):
+        if scale is not None:
+            product *= scale
+    return product
+
+
+Observer = Callable[[str, torch.Tensor, Operands], None]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call of :func:`emulated_linear` is asked for, besides its differentiable tensors."""
+
+    recipe: Recipe
+    state: DelayedScalingState | None
+    activation_dtype: torch.dtype
+    quantized_weight: Operands | None
+    generator: torch.Generator | None
+    observer: Observer | None
+    after_backward: Callable[[], None] | None
+    grad_enabled: bool
+
+    def quantize(self, x_RC: torch.Tensor, role: str, rowwise: bool, columnwise: bool) -> Operands:
+        if role == "weight" and self.quantized_weight is not None:
+            return self.quantized_weight
+        if not self.recipe.delayed():
+            x_RC = x_RC.to(self.activation_dtype)
+        operands = quantize(
+            x_RC, self.recipe, role, rowwise=rowwise, columnwise=columnwise, state=self.state, generator=self.generator
+        )
+        if self.observer is not None:
+            self.observer(role, x_RC, operands)
+        return operands
+
+
+class _EmulatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD: torch.Tensor, weight_OD: torch.Tensor, call: _Call) -> torch.Tensor:
+        needs_dx, needs_dw = (needed and call.grad_enabled for needed in ctx.needs_input_grad[:2])
+        x = call.quantize(x_TD, "activation", rowwise=True, columnwise=needs_dw)
+        w = call.quantize(weight_OD, "weight", rowwise=True, columnwise=needs_dx)
+        ctx.call, ctx.dtypes, ctx.saved = call, (x_TD.dtype, weight_OD.dtype), []
+        tensors: list[torch.Tensor | None] = []
+        for quantized in (x.columnwise if needs_dw else None, w.columnwise if needs_dx else None):
+            ctx.saved.append(quantized and (quantized.block, quantized.fits_bf16))
+            tensors += [quantized.data, quantized.scale_inv, quantized.amax] if quantized else [None, None, None]
+        ctx.save_for_backward(*tensors)
+        return quantized_matmul(x.rowwise, w.rowwise, False, True).to(call.activation_dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy_TO: torch.Tensor):
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        tensors = ctx.saved_tensors
+        x, w = (
+            saved and QuantizedTensor(data, scale_inv, saved[0], amax, saved[1])
+            for saved, (data, scale_inv, amax) in zip(ctx.saved, (tensors[:3], tensors[3:]))
+        )
+        dy = ctx.call.quantize(dy_TO, "gradient", rowwise=needs_dx, columnwise=needs_dw)
+        dx_TD = dw_OD = None
+        if needs_dx:
+            dx_TD = quantized_matmul(dy.rowwise, w, False, False).to(ctx.call.activation_dtype).to(ctx.dtypes[0])
+        if needs_dw:
+            dw_OD = quantized_matmul(dy.columnwise, x, True, False).to(ctx.call.activation_dtype).to(ctx.dtypes[1])
+        if ctx.call.after_backward is not None:
+            ctx.call.after_backward()
+        return dx_TD, dw_OD, None
+
+
+def emulated_linear(
+    x: torch.Tensor,
+    weight_OD: torch.Tensor,
+    recipe: Recipe,
+    state: DelayedScalingState | None = None,
+    *,
+    activation_dtype: torch.dtype | None = None,
+    quantized_weight: Operands | None = None,
+    generator: torch.Generator | None = None,
+    observer: Observer | None = None,
+    after_backward: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """y = x @ weight.T in low precision, differentiable in both.
+
+    Args:
+        x: [..., D]. A norm or SwiGLU output may come in FP32 although the model runs in BF16: see ``activation_dtype``.
+        weight_OD: [O, D] weight; receives the gradient also when ``quantized_weight`` is given.
+        recipe: which arithmetic.
+        state: the layer's scales and amax histories; DelayedScaling only.
+        activation_dtype: dtype of y and of the gradients before they are cast to their tensors' dtypes; None: that of
+            ``x``. All recipes but DelayedScaling round ``x`` to it before they quantise.
+        quantized_weight: used in place of quantising ``weight_OD`` (parameters held in the compute format, or a weight
+            quantised once for several micro-batches).
+        generator: random bits of NVFP4's stochastic rounding, on ``x``'s device; None: the device's default generator.
+        observer: called with (role, high-precision matrix, its operands) after each quantisation, for statistics.
+        after_backward: called after this layer's backward pass (:meth:`AmaxReduction.join`).
+
+    Returns:
+        [..., O] in ``activation_dtype``.
+
+    Raises:
+        ValueError: sizes that the recipe cannot hold.
+    """
+    x_TD = x.reshape(torch.Size(x.shape[:-1]).numel(), x.shape[-1])
+    # Checked here, so that a gradient that cannot be quantised fails before the forward pass.
+    check_alignment("gradient", (x_TD.shape[0], weight_OD.shape[0]), recipe)
+    dtype = activation_dtype or x.dtype
+    call = _Call(recipe, state, dtype, quantized_weight, generator, observer, after_backward, torch.is_grad_enabled())
+    return _EmulatedLinear.apply(x_TD, weight_OD, call).view(*x.shape[:-1], weight_OD.shape[0])

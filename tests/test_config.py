@@ -1,0 +1,93 @@
+"""The schema and the validator: every rule is broken once, and every problem is reported at once."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+
+from config import PROJECT_DIR, ConfigError, load_config, register_schema, save_resolved
+
+
+def compose_config(overrides=(), name="L0_sanity", family="llama", script="train_fsdp2", world_size=1):
+    register_schema()
+    with initialize_config_dir(version_base="1.3", config_dir=str(PROJECT_DIR / "hydra_config" / family)):
+        return load_config(compose(name, overrides=list(overrides)), script, world_size)
+
+
+@pytest.mark.parametrize("path", sorted((PROJECT_DIR / "hydra_config" / "llama").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_config_is_valid(path):
+    config = compose_config(name=path.stem)
+    assert config.num_train_steps > 0
+
+
+def test_unknown_key_is_an_error():
+    with pytest.raises(ConfigCompositionException, match="num_train_step"):
+        compose_config(["num_train_step=3"])
+    with pytest.raises(ConfigError, match="dataset.no_such_key is no key of the schema"):
+        compose_config(["+dataset.no_such_key=3"])
+
+
+def test_wrong_type_is_an_error():
+    with pytest.raises(Exception, match="num_train_steps"):
+        compose_config(["num_train_steps=many"])
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["grad_acc_steps=0"], "grad_acc_steps=0 must be at least 1"),
+        (["dataset.micro_batch_size=0"], "micro_batch_size=0"),
+        (["use_sequence_packing=true", "dataset.token_micro_batch_size=0"], "token_micro_batch_size=0"),
+        (["dataset.token_micro_batch_size=64"], "needs use_sequence_packing=true"),
+        (["dataset.stride=5000"], "dataset.stride=5000"),
+        (["dataset.num_workers=7"], "num_shards=48 must be a multiple"),
+        (["te_backend=tpu"], "te_backend='tpu' is not one of"),
+        (["dtype=float16"], "dtype='float16'"),
+        (["config_name_or_path=./nowhere"], "no such file or folder"),
+        (["dataset.tokenizer_name_or_path=./nowhere"], "no such file or folder"),
+        (["checkpoint.save_every_n_steps=5"], "needs checkpoint.ckpt_dir"),
+        (["checkpoint.resume_from_checkpoint=true"], "needs checkpoint.ckpt_dir"),
+        (["config_kwargs.attn_input_format=thd"], "contradicts use_sequence_packing=false"),
+        (["use_sequence_packing=true", "config_kwargs.self_attn_mask_type=causal"], "must be padding_causal"),
+        (["use_te=false", "use_sequence_packing=true"], "use_te=false"),
+        (["use_te=false", "te_backend=reference"], "no meaning with use_te=false"),
+        (["adamw_kwargs.lr=0"], "adamw_kwargs.lr=0"),
+        (["adamw_kwargs.betas=[0.9]"], "two numbers"),
+        (["lr_scheduler_kwargs.min_lr_ratio=2"], "min_lr_ratio=2"),
+        (["profiler.enabled=true", "profiler.start_step=5", "profiler.end_step=4"], "profiler.start_step=5"),
+        (
+            ["validation.every_n_steps=3", "validation.load_dataset_kwargs=null"],
+            "without validation.load_dataset_kwargs",
+        ),
+        (["hsdp_replicate_size=2"], "does not divide the world size 1"),
+        (
+            [
+                "checkpoint.ckpt_dir=x",
+                "checkpoint.save_every_n_steps=1",
+                "dataset.use_stateful_dataloader=false",
+            ],
+            "would lose the position in the data",
+        ),
+    ],
+)
+def test_broken_rule_names_value_rule_and_fix(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        compose_config(overrides)
+    assert message in str(error.value)
+
+
+def test_every_problem_is_reported_at_once():
+    with pytest.raises(ConfigError) as error:
+        compose_config(["grad_acc_steps=0", "dtype=float16", "te_backend=tpu"])
+    assert len(error.value.problems) == 3
+
+
+def test_a_key_that_the_script_would_ignore_is_refused():
+    with pytest.raises(ConfigError, match="train_ddp would ignore it"):
+        compose_config(["hsdp_replicate_size=2"], script="train_ddp", world_size=2)
+
+
+def test_resolved_config_is_complete(tmp_path):
+    config = compose_config(["config_kwargs.attn_input_format=bshd"])
+    save_resolved(config, tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    assert "num_shards: 48" in text and "attn_input_format: bshd" in text

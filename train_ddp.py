@@ -1,0 +1,131 @@
+"""Pre-trains Llama 3 with DDP: the whole model on every rank, gradients averaged after the last micro-batch.
+
+    python train_ddp.py                                    # one process: the CPU, or the GPU if there is one
+    torchrun --nproc_per_node=2 train_ddp.py --config-name L0_sanity grad_acc_steps=2
+
+Options: the YAML files in hydra_config/llama; every key is documented in config.py.
+"""
+
+import logging
+from contextlib import closing, nullcontext
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import te_backend
+from checkpoint import Checkpointer, save_final_model
+from config import load_config, register_schema, save_resolved
+from dataset import build_train_loader, build_validation_loader, load_tokenizer
+from distributed import DistributedContext, all_reduce_sum, clip_grad_norm, init_distributed, shut_down
+from optimizer import build_optimizer
+from perf_logger import PerfLogger, run_folder
+from scheduler import build_scheduler
+from training import (
+    build_model,
+    build_model_config,
+    is_due,
+    next_global_batch,
+    rank_state,
+    restore_rank_state,
+    validate,
+)
+from weight_init import initialize_weights
+
+
+logger = logging.getLogger(__name__)
+register_schema()
+
+
+def replicate(model: nn.Module, ctx: DistributedContext) -> nn.Module:
+    """Wraps the model so that gradients are averaged over the ranks. One process has nothing to average."""
+    if ctx.world_size == 1:
+        return model
+    devices = [ctx.device] if ctx.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+
+@hydra.main(version_base="1.3", config_path="hydra_config/llama", config_name="defaults")
+def main(cfg: DictConfig) -> None:
+    # 1. Configuration, processes.
+    config = load_config(cfg, script="train_ddp")
+    ctx = init_distributed()
+    run_dir = run_folder(config, "train_ddp")
+    if ctx.is_main:
+        save_resolved(config, run_dir / "config.yaml")
+
+    # 2. Tokenizer, model, optimiser.
+    tokenizer = load_tokenizer(config.dataset.tokenizer_name_or_path)
+    model_config = build_model_config(config, tokenizer)
+    model = build_model(config, model_config, ctx.device)
+    initialize_weights(model, ctx.device, config.seed)
+    model = replicate(model, ctx)
+    parameters = list(model.parameters())
+    optimizer = build_optimizer(model, config, te_backend.resolve(config.te_backend))
+    scheduler = build_scheduler(optimizer, config.lr_scheduler_kwargs)
+
+    # 3. Data: every rank reads its own part.
+    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size)
+    validation = None
+    if config.validation.load_dataset_kwargs is not None:
+        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size)
+
+    # 4. Resume.
+    checkpointer = Checkpointer(config.checkpoint, "train_ddp", model, optimizer, scheduler)
+    loaded = checkpointer.load() if config.checkpoint.resume_from_checkpoint else None
+    start_step, consumed_tokens = 0, 0
+    if loaded is not None:
+        start_step = loaded.step
+        consumed_tokens = restore_rank_state(loaded.rank_states, loader, ctx.rank, ctx.device)
+
+    # 5. Train.
+    batches = iter(loader)
+    with closing(PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)) as perf:
+        for step in range(start_step + 1, config.num_train_steps + 1):
+            perf.start_step(step)
+            batch = next_global_batch(batches, config.grad_acc_steps, ctx.device)
+            loss = torch.zeros((), device=ctx.device)
+            for index, micro_batch in enumerate(batch.micro_batches):
+                last = index == config.grad_acc_steps - 1  # reduce the gradients once, after the last micro-batch
+                with nullcontext() if last or ctx.world_size == 1 else model.no_sync():
+                    micro_loss = model(**micro_batch, num_items_in_batch=batch.num_targets).loss
+                    (micro_loss * ctx.world_size).backward()  # DDP averages over the ranks; the loss is a sum over them
+                loss += micro_loss.detach()
+            grad_norm = clip_grad_norm(parameters, config.max_grad_norm)
+            learning_rate = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+            # 6. Validate, log, save.
+            validation_loss = None
+            if validation is not None and is_due(step, config.validation.every_n_steps, config.num_train_steps):
+                with perf.untimed():
+                    validation_loss = validate(model, validation, ctx.device)
+            perf.log_step(
+                step,
+                loss=all_reduce_sum(loss),
+                grad_norm=grad_norm,
+                learning_rate=learning_rate,
+                epoch=batch.epoch,
+                num_tokens=batch.num_tokens,
+                num_unpadded_tokens=batch.num_unpadded_tokens,
+                sum_seq_len_squared=batch.sum_seq_len_squared,
+                validation_loss=validation_loss,
+            )
+            save_every = config.checkpoint.save_every_n_steps
+            if save_every and is_due(step, save_every, config.num_train_steps):
+                with perf.untimed():
+                    checkpointer.save(step, rank_state(loader, perf.rank_consumed_tokens, ctx.device))
+
+    # 7. Finish.
+    checkpointer.close()
+    if config.checkpoint.save_final_model:
+        save_final_model(model, tokenizer, checkpointer.directory / "final_model")
+    shut_down()
+
+
+if __name__ == "__main__":
+    main()

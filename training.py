@@ -1,0 +1,208 @@
+"""What the train scripts share besides their loop: building the model, one global batch, validation, resumable state.
+
+Legend: B batch, S sequence, T packed tokens.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from collator import Batch
+from config import TrainConfig, project_path
+from dataset import TrainLoader, merge_loader_states
+from loss import IGNORE_INDEX
+from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
+
+
+logger = logging.getLogger(__name__)
+
+
+def model_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """Parameter dtype; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, auto if config.dtype == "auto" else config.dtype)
+
+
+def build_model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
+    """The model config that a run trains.
+
+    Raises:
+        ValueError: the vocabulary cannot hold the tokenizer's ids, windows exceed the model's positions, or a field
+            that
+            the layers cannot honour.
+    """
+    overrides = {key: value for key, value in config.config_kwargs.items() if value is not None}
+    if config.use_te:
+        config_class = NVLlamaConfig
+        overrides["attn_input_format"] = "thd" if config.use_sequence_packing else "bshd"
+        overrides["te_backend"] = config.te_backend
+        overrides["activation_checkpointing"] = config.activation_checkpointing
+    else:
+        config_class = LlamaConfig
+    model_config = config_class.from_pretrained(project_path(config.config_name_or_path), **overrides)
+    unknown = [key for key in overrides if not hasattr(config_class(), key)]
+    if unknown:
+        raise ValueError(f"config_kwargs: {', '.join(unknown)}: {config_class.__name__} has no such field.")
+    if model_config.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"vocab_size={model_config.vocab_size} is smaller than the tokenizer's {len(tokenizer)} ids: set "
+            f"+config_kwargs.vocab_size={len(tokenizer)} or choose the model's own tokenizer."
+        )
+    if model_config.max_position_embeddings < config.dataset.max_seq_length:
+        raise ValueError(
+            f"dataset.max_seq_length={config.dataset.max_seq_length} exceeds the model's max_position_embeddings="
+            f"{model_config.max_position_embeddings}: shorten the windows or override it in config_kwargs."
+        )
+    if config.use_te:
+        model_config.check()
+    return model_config
+
+
+def build_model(config: TrainConfig, model_config: LlamaConfig, device: torch.device) -> nn.Module:
+    """The model, on the meta device or on ``device``; call weight_init.initialize_weights next."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(model_dtype(config, device))
+    try:
+        with torch.device("meta" if config.use_meta_device else device):
+            if config.use_te:
+                model = NVLlamaForCausalLM(model_config)
+            else:
+                model = LlamaForCausalLM(model_config)
+                if config.activation_checkpointing != "off":
+                    model.gradient_checkpointing_enable({"use_reentrant": False})
+    finally:
+        torch.set_default_dtype(previous)
+    if config.use_torch_compile:
+        for layer in model.model.layers:
+            layer.compile()
+    return model.train()
+
+
+@dataclass
+class GlobalBatch:
+    """This rank's part of one optimiser step."""
+
+    micro_batches: list[Batch]
+    """On the device."""
+    num_targets: torch.Tensor
+    """Valid targets of all micro-batches of all ranks: FP32 scalar on the device."""
+    num_tokens: int
+    """Of this rank, padding included."""
+    num_unpadded_tokens: int
+    """Of this rank."""
+    sum_seq_len_squared: int
+    """Sum over this rank's sequences of length^2, for counting attention FLOPs."""
+    epoch: int
+
+
+def count_targets(batch: Batch) -> int:
+    """Valid targets of a micro-batch."""
+    return int((batch["shift_labels"] != IGNORE_INDEX).sum())
+
+
+def sequence_lengths(batch: Batch) -> torch.Tensor:
+    """Real length of every sequence of a micro-batch, padding left out: int64 [sequences]."""
+    if "cu_seq_lens_q" not in batch:
+        return batch["attention_mask"].sum(dim=1)
+    lengths = batch["cu_seq_lens_q"].diff().long()
+    starts = batch.get("cu_seq_lens_q_padded", batch["cu_seq_lens_q"])[:-1].long()
+    return lengths * batch["attention_mask"][0, starts]  # tail padding forms sequences of its own
+
+
+def to_device(batch: dict[str, Any], device: torch.device) -> Batch:
+    """The micro-batch with its tensors on ``device``, without waiting for the copy; ``epoch`` left out."""
+    pin = device.type == "cuda"
+    return {
+        key: (value.pin_memory() if pin else value).to(device, non_blocking=True) if torch.is_tensor(value) else value
+        for key, value in batch.items()
+        if key != "epoch"
+    }
+
+
+def next_global_batch(
+    batches: Iterator[Batch], grad_acc_steps: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> GlobalBatch:
+    """Reads ``grad_acc_steps`` micro-batches and counts the targets of the global batch over ``group`` (None: all
+    ranks)."""
+    micro_batches = [next(batches) for _ in range(grad_acc_steps)]
+    lengths = torch.cat([sequence_lengths(batch) for batch in micro_batches])
+    # The only collective of a step besides gradients and logging; its result stays on the device, so nobody waits for
+    # it.
+    num_targets = torch.tensor(sum(map(count_targets, micro_batches)), dtype=torch.float32, device=device)
+    dist.all_reduce(num_targets, group=group)
+    return GlobalBatch(
+        micro_batches=[to_device(batch, device) for batch in micro_batches],
+        num_targets=num_targets,
+        num_tokens=sum(batch["input_ids"].numel() for batch in micro_batches),
+        num_unpadded_tokens=int(lengths.sum()),
+        sum_seq_len_squared=int(lengths.square().sum()),
+        epoch=max(batch["epoch"] for batch in micro_batches),
+    )
+
+
+def is_due(step: int, every_n_steps: int, num_train_steps: int) -> bool:
+    """Whether something done every n steps (0: never) and after the last step is done after ``step``."""
+    return step == num_train_steps or (every_n_steps > 0 and step % every_n_steps == 0)
+
+
+@torch.no_grad()
+def validate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> float:
+    """Mean loss per valid target over the whole validation set, all ranks together: nats per token.
+
+    Ranks may hold different numbers of micro-batches: one that has run out repeats its last with no targets, because
+    every rank must take part in every forward pass of a sharded model.
+    """
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64)  # sum of losses, targets
+    iterator, batch = iter(batches), None
+    while True:
+        following = next(iterator, None)
+        more = torch.tensor(float(following is not None), device=device)
+        dist.all_reduce(more, op=dist.ReduceOp.MAX)
+        if not more.item():
+            break
+        if following is not None:
+            batch = following
+        elif batch is None:
+            raise ValueError(
+                "the validation set has fewer micro-batches than data-parallel ranks: use fewer ranks or a smaller "
+                "dataset.micro_batch_size."
+            )
+        else:
+            batch = {**batch, "shift_labels": torch.full_like(batch["shift_labels"], IGNORE_INDEX)}
+        loss = model(**to_device(batch, device), num_items_in_batch=torch.ones((), device=device)).loss
+        total += torch.tensor([loss.item(), count_targets(batch)], dtype=torch.float64)
+    model.train()
+    total = total.to(device if device.type == "cuda" else "cpu")
+    dist.all_reduce(total)
+    if total[1] == 0:
+        raise ValueError(
+            "the validation set has no valid target: check validation.load_dataset_kwargs and the label masks."
+        )
+    return (total[0] / total[1]).item()
+
+
+def rank_state(loader: TrainLoader, consumed_tokens: int, device: torch.device) -> dict[str, Any]:
+    """What a checkpoint keeps per rank: position in the data, RNG, this rank's part of the tokens consumed."""
+    return {
+        "loader": loader.state_dict(),
+        "rng": torch.get_rng_state(),
+        "device_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "consumed_tokens": consumed_tokens,
+    }
+
+
+def restore_rank_state(states: list[dict[str, Any]], loader: TrainLoader, rank: int, device: torch.device) -> int:
+    """Continues from the ranks' saved states, however many they were; returns the tokens that all consumed."""
+    loader.load_state_dict(merge_loader_states([state["loader"] for state in states]))
+    if rank < len(states):
+        torch.set_rng_state(states[rank]["rng"])
+        if device.type == "cuda" and states[rank]["device_rng"] is not None:
+            torch.cuda.set_rng_state(states[rank]["device_rng"], device)
+    return sum(state["consumed_tokens"] for state in states)

@@ -1,0 +1,48 @@
+"""Initial weights that do not depend on the layout.
+
+Every parameter is drawn whole, from a generator seeded by (seed, parameter name), and each rank keeps its shard of it.
+So one process, DDP and FSDP2 on any number of ranks, with or without the meta device, start from the same numbers; the
+cost is that every rank draws every parameter, one at a time.
+"""
+
+import zlib
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def initialize_weights(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Gives every parameter memory on ``device`` and its initial value: norms 1, matrices N(0, initializer_range).
+
+    Args:
+        model: a Hugging Face style model (``config.initializer_range``, ``tie_weights``), sharded or not, on the meta
+            device or not.
+        device: where the parameters go.
+        seed: with the parameter's name, the seed of its values.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=device)
+        for module in model.modules():
+            if module._buffers:
+                model._init_weights(module)  # Hugging Face's RoPE: to_empty left its buffers uninitialised
+        model.tie_weights()
+    for name, parameter in model.named_parameters():
+        _draw(parameter, name, seed, model.config.initializer_range)
+
+
+@torch.no_grad()
+def _draw(parameter: nn.Parameter, name: str, seed: int, std: float) -> None:
+    if parameter.ndim == 1:
+        parameter.fill_(1.0)
+        return
+    generator = torch.Generator(parameter.device).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+    whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+    whole = whole.normal_(0.0, std, generator=generator).to(parameter.dtype)
+    if isinstance(parameter, DTensor):
+        replicated = DTensor.from_local(
+            whole, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
+        )
+        parameter.copy_(replicated.redistribute(placements=parameter.placements))
+    else:
+        parameter.copy_(whole)
