@@ -217,9 +217,8 @@ def load_config(cfg: DictConfig, script: str, world_size: int | None = None) -> 
     """
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, TrainConfig)
-    problems = find_problems(
-        config, script, int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    )
+    world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    problems = unknown_keys(config) + find_problems(config, script, world_size)
     if problems:
         raise ConfigError(problems)
     return config

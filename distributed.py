@@ -85,18 +85,12 @@ def global_grad_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     return total.sqrt()
 
 
-def clip_grad_norm(parameters: list[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scales all gradients by min(1, max_norm / norm) (0: no clipping) and returns the norm before: FP32 scalar, no
-    sync."""
-    norm = global_grad_norm(parameters)
-    if max_norm > 0:
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-
-
 def shut_down() -> None:
-    """Waits for all ranks, then leaves the process group."""
-    dist.barrier()
-    dist.destroy_process_group()
+    """Waits for all ranks, then leaves the process group. Call it when no DDP model is left.
+
+    torch 2.13: a DDP reducer that is the last owner of a gloo group destroys it with the GIL held, and waits for ever for
+    gloo's thread if that is just releasing a Python tensor. So the scripts call this after ``main`` has returned.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

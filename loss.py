@@ -11,8 +11,6 @@ scales. Three matrix products in all, nothing recomputed. dW is accumulated in F
 2024.)
 """
 
-import functools
-
 import torch
 
 
@@ -23,22 +21,8 @@ IGNORE_INDEX = -100
 LOGITS_PER_CHUNK = {"cuda": 2**28, "cpu": 2**21}
 
 
-def _scaled_softmax_(logits_cV: torch.Tensor, scale_c1: torch.Tensor) -> torch.Tensor:
-    """Replaces the logits by softmax(z) * scale; returns log(sum(exp(z))) [c, 1] FP32. FP32 inside."""
-    z_cV = logits_cV.float()
-    log_sum_c1 = z_cV.logsumexp(dim=1, keepdim=True)
-    logits_cV.copy_((z_cV - log_sum_c1).exp() * scale_c1)
-    return log_sum_c1
-
-
-@functools.cache
-def _softmax_kernel(device_type: str):
-    """On a GPU one fused pass over the logits (torch.compile); on a CPU plain torch, which needs no compiler."""
-    return torch.compile(_scaled_softmax_, dynamic=True) if device_type == "cuda" else _scaled_softmax_
-
-
-def loss_and_gradient_(logits_cV: torch.Tensor, targets_c: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of one chunk; the logits are replaced by its gradient with respect to them.
+def softmax_gradient_(logits_cV: torch.Tensor, targets_c: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of one chunk; the logits are replaced by its gradient with respect to them. FP32 inside.
 
     Args:
         logits_cV: any float dtype; overwritten.
@@ -48,11 +32,16 @@ def loss_and_gradient_(logits_cV: torch.Tensor, targets_c: torch.Tensor, scale: 
     Returns:
         The scaled sum of the losses: FP32 scalar.
     """
+    if logits_cV.is_cuda:
+        from loss_kernel import softmax_gradient_ as kernel  # Triton comes with torch's CUDA builds only
+
+        return kernel(logits_cV, targets_c, scale)
     target_c1 = targets_c.unsqueeze(1).clamp(min=0)
     scale_c1 = torch.where(targets_c.unsqueeze(1) != IGNORE_INDEX, scale, 0.0)
-    target_logit_c1 = logits_cV.gather(1, target_c1).float()
-    log_sum_c1 = _softmax_kernel(logits_cV.device.type)(logits_cV, scale_c1)
-    log_p_c1 = target_logit_c1 - log_sum_c1
+    z_cV = logits_cV.float()
+    log_sum_c1 = z_cV.logsumexp(dim=1, keepdim=True)
+    log_p_c1 = z_cV.gather(1, target_c1) - log_sum_c1
+    logits_cV.copy_((z_cV - log_sum_c1).exp_().mul_(scale_c1))
     # p - 1 in FP32, not from the rounded p: in BF16 the gradient of a target with p > 0.998 would vanish.
     logits_cV.scatter_(1, target_c1, (log_p_c1.expm1() * scale_c1).to(logits_cV.dtype))
     return -(log_p_c1 * scale_c1).sum()
@@ -75,7 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             strict=False,
         ):
             logits_cV = hidden_cD @ weight_VD.t()
-            loss += loss_and_gradient_(logits_cV, targets_c, scale)
+            loss += softmax_gradient_(logits_cV, targets_c, scale)
             if with_gradient:
                 torch.mm(logits_cV, weight_VD, out=grad_cD)
                 _add_product(grad_weight_VD, logits_cV, hidden_cD)

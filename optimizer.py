@@ -5,8 +5,10 @@ from types import ModuleType
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from config import TrainConfig
+from distributed import global_grad_norm
 
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,34 @@ def build_optimizer(model: nn.Module, config: TrainConfig, te: ModuleType) -> to
             "optimizer: the parameters are FP32 and so their own masters; use_fp32_master_weights adds no copies"
         )
     return torch.optim.AdamW(groups, **options, fused=True)
+
+
+@torch.no_grad()
+def clip_and_step(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_grad_norm: float
+) -> torch.Tensor:
+    """Scales all gradients by min(1, max_grad_norm / norm), then updates the parameters. Never waits for the device.
+
+    torch's fused AdamW scales the gradients as it reads them, through the hook that is there for loss scaling: one pass
+    over all of them less. FusedAdam has no such hook: there they are scaled first.
+
+    Args:
+        max_grad_norm: 0: no clipping.
+
+    Returns:
+        The global norm before clipping: FP32 scalar.
+    """
+    norm = global_grad_norm(parameters)
+    if max_grad_norm > 0:
+        divisor = ((norm + 1e-6) / max_grad_norm).clamp_(min=1.0)
+        if isinstance(optimizer, torch.optim.AdamW):
+            optimizer.grad_scale, optimizer.found_inf = divisor, None
+        else:
+            grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+            torch._foreach_mul_(local, divisor.reciprocal())
+    optimizer.step()
+    return norm
 
 
 @torch.no_grad()

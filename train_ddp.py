@@ -19,8 +19,8 @@ import te_backend
 from checkpoint import Checkpointer, save_final_model
 from config import load_config, register_schema, save_resolved
 from dataset import build_train_loader, build_validation_loader, load_tokenizer
-from distributed import DistributedContext, all_reduce_sum, clip_grad_norm, init_distributed, shut_down
-from optimizer import build_optimizer
+from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
+from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
 from scheduler import build_scheduler
 from training import (
@@ -93,9 +93,8 @@ def main(cfg: DictConfig) -> None:
                     micro_loss = model(**micro_batch, num_items_in_batch=batch.num_targets).loss
                     (micro_loss * ctx.world_size).backward()  # DDP averages over the ranks; the loss is a sum over them
                 loss += micro_loss.detach()
-            grad_norm = clip_grad_norm(parameters, config.max_grad_norm)
             learning_rate = optimizer.param_groups[0]["lr"]
-            optimizer.step()
+            grad_norm = clip_and_step(optimizer, parameters, config.max_grad_norm)
             scheduler.step()
             optimizer.zero_grad()
 
@@ -124,8 +123,8 @@ def main(cfg: DictConfig) -> None:
     checkpointer.close()
     if config.checkpoint.save_final_model:
         save_final_model(model, tokenizer, checkpointer.directory / "final_model")
-    shut_down()
 
 
 if __name__ == "__main__":
     main()
+    shut_down()

@@ -10,6 +10,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,8 +21,9 @@ sys.path.insert(0, str(PROJECT_DIR))
 
 import loss  # noqa: E402
 import te_backend  # noqa: E402
-from distributed import clip_grad_norm  # noqa: E402
+from distributed import global_grad_norm  # noqa: E402
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM  # noqa: E402
+from optimizer import clip_and_step  # noqa: E402
 from weight_init import initialize_weights  # noqa: E402
 
 
@@ -72,14 +74,15 @@ def main() -> None:
 
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter) * 1e-3
-    timed("gradient norm and clipping", lambda: clip_grad_norm(parameters, 1.0))
     options = {"lr": 1e-6, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    timed("gradient norm", lambda: global_grad_norm(parameters))
     fused = torch.optim.AdamW(parameters, fused=True, **options)
     timed("torch AdamW, fused", fused.step)
+    timed("the same with gradient norm and clipping", partial(clip_and_step, fused, parameters, 1.0))
     del fused
-    foreach = torch.optim.AdamW(parameters, foreach=True, **{**options, "lr": torch.tensor(1e-6, device=device)})
-    timed("torch AdamW, foreach under torch.compile", torch.compile(foreach.step))
-    del foreach
+    capturable = torch.optim.AdamW(parameters, foreach=True, capturable=True, **options)
+    timed("torch AdamW, foreach under torch.compile", torch.compile(capturable.step))
+    del capturable
     te = te_backend.resolve("transformer_engine")
     masters = te.optimizers.FusedAdam(parameters, master_weights=True, **options)
     timed("TE FusedAdam, FP32 masters and moments", masters.step)

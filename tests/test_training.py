@@ -1,0 +1,265 @@
+"""The train scripts as users run them: strategies agree, stopped runs continue as if they had not been, errors come
+early.
+
+The ranks are processes of this machine over gloo.
+"""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dist_utils import REPOSITORY, RanksFailed, run_on_ranks, run_script
+from modeling_llama_te import NVLlamaForCausalLM
+
+
+TINY = [
+    "config_kwargs.hidden_size=32",
+    "config_kwargs.intermediate_size=64",
+    "config_kwargs.head_dim=8",
+    "dataset.max_seq_length=64",
+    "dataset.micro_batch_size=2",
+    "dataset.num_workers=0",
+    "dataset.num_shards=12",
+    "dataset.buffer_size=16",
+    "validation.load_dataset_kwargs=null",
+    "validation.max_batches=null",
+    "lr_scheduler_kwargs.num_warmup_steps=4",
+    "lr_scheduler_kwargs.num_decay_steps=30",
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """60 records of 3 to 150 bases, an empty one and a null among them, in row groups of 16."""
+    generator = np.random.default_rng(0)
+    records = ["".join(generator.choice(list("ACGT"), size=generator.integers(3, 150))) for _ in range(60)]
+    records[7], records[30] = "", None
+    folder = tmp_path_factory.mktemp("data")
+    pq.write_table(pa.table({"sequence": records}), folder / "records.parquet", row_group_size=16)
+    return folder
+
+
+def call_main(script: str, argv: list[str], folder: str) -> None:
+    """Body of one rank: the script with this command line."""
+    os.chdir(folder)
+    sys.argv = [script, *argv]
+    sys.path.insert(0, str(REPOSITORY))
+    runpy.run_path(str(REPOSITORY / f"{script}.py"), run_name="__main__")
+
+
+def train(
+    script: str, world_size: int, data: Path, tmp_path: Path, *overrides: str, metrics: str = "m.jsonl"
+) -> list[dict]:
+    """Runs a script and returns the lines of its metrics file."""
+    argv = ["--config-name", "L0_sanity", *TINY, f"dataset.load_dataset_kwargs.path={data}"]
+    argv += [f"logger.metrics_path={tmp_path / metrics}", *overrides]
+    run_on_ranks(call_main, world_size, script, argv, str(tmp_path), init=False, timeout_seconds=180)
+    return [json.loads(line) for line in (tmp_path / metrics).read_text().splitlines()]
+
+
+def losses(rows: list[dict]) -> list[float]:
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+# ---- Strategies. ----
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_strategies_and_rank_counts_agree(data, tmp_path, packing):
+    """The same 20 global batches, whose micro-batches hold unequal numbers of targets: the same losses and norms."""
+    runs = {}
+    for script in ("train_ddp", "train_fsdp2"):
+        for world_size in (1, 2, 4):
+            runs[script, world_size] = train(
+                script,
+                world_size,
+                data,
+                tmp_path,
+                f"grad_acc_steps={4 // world_size}",
+                f"use_sequence_packing={packing}",
+                "num_train_steps=20",
+                metrics=f"{script}_{world_size}.jsonl",
+            )
+    expected = runs["train_ddp", 1]
+    assert expected[-1]["loss"] < expected[0]["loss"]
+    for key, rows in runs.items():
+        assert losses(rows) == pytest.approx(losses(expected), rel=1e-5), key
+        for row, expected_row in zip(rows, expected, strict=True):
+            assert row["grad_norm"] == pytest.approx(expected_row["grad_norm"], rel=1e-4), key
+            assert row["consumed_tokens"] == expected_row["consumed_tokens"], key
+
+
+def test_hsdp_agrees(data, tmp_path):
+    steps = ["num_train_steps=6"]
+    expected = train("train_fsdp2", 1, data, tmp_path, "grad_acc_steps=4", *steps, metrics="one.jsonl")
+    rows = train("train_fsdp2", 4, data, tmp_path, "hsdp_replicate_size=2", *steps, metrics="hsdp.jsonl")
+    assert losses(rows) == pytest.approx(losses(expected), rel=1e-5)
+
+
+def test_options_that_must_not_change_the_numbers(data, tmp_path):
+    """Meta device, activation checkpointing and loader workers: bit for bit. Tied embeddings shard (pitfall 21)."""
+    for world_size in (1, 2):
+        base = ["num_train_steps=4", "+config_kwargs.tie_word_embeddings=true"]
+        expected = losses(train("train_fsdp2", world_size, data, tmp_path, *base, metrics=f"base{world_size}.jsonl"))
+        options = ["use_meta_device=false", "activation_checkpointing=full", "dataset.num_workers=3"]
+        for number, option in enumerate(options[: 4 - world_size]):
+            rows = train(
+                "train_fsdp2", world_size, data, tmp_path, *base, option, metrics=f"{world_size}{number}.jsonl"
+            )
+            assert losses(rows) == expected, option
+
+
+def test_hugging_face_model_in_the_same_loop_agrees(data, tmp_path):
+    """use_te=false starts from other weights (other parameter names), so only the start and the trend are compared."""
+    rows = train("train_ddp", 1, data, tmp_path, "use_te=false", "num_train_steps=20", metrics="hf.jsonl")
+    assert rows[0]["loss"] == pytest.approx(np.log(256), rel=0.05)
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+
+
+# ---- Stopping and resuming. ----
+
+
+@pytest.mark.parametrize("script, packing, workers", [("train_ddp", True, 0), ("train_fsdp2", False, 2)])
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(data, tmp_path, script, packing, workers):
+    """Stopped at steps 3, 4 and 11; an epoch of the 58 usable records ends in between, packs are cut midway."""
+    options = [f"use_sequence_packing={packing}", f"dataset.num_workers={workers}", "grad_acc_steps=2"]
+    whole = train(script, 1, data, tmp_path, *options, "num_train_steps=20", metrics="whole.jsonl")
+    assert whole[-1]["epoch"] >= 1
+    checkpoint = [f"checkpoint.ckpt_dir={tmp_path / 'ckpt'}", "checkpoint.save_every_n_steps=100"]
+    for stop in (3, 4, 11, 20):
+        resume = f"checkpoint.resume_from_checkpoint={stop > 3}"
+        rows = train(script, 1, data, tmp_path, *options, *checkpoint, resume, f"num_train_steps={stop}")
+    assert losses(rows) == losses(whole)
+    for key in ("grad_norm", "learning_rate", "consumed_tokens", "epoch"):
+        assert [row[key] for row in rows] == [row[key] for row in whole], key
+
+
+def test_resume_at_another_data_parallel_size(data, tmp_path):
+    """4 ranks -> 2 -> 1, and from DDP's folder nothing is read by FSDP2: each script has its own."""
+    options = ["use_sequence_packing=true", "checkpoint.save_every_n_steps=100", "checkpoint.async_save=true"]
+    options += [f"checkpoint.ckpt_dir={tmp_path / 'ckpt'}"]
+    whole = train(
+        "train_fsdp2", 1, data, tmp_path, options[0], "grad_acc_steps=4", "num_train_steps=15", metrics="w.jsonl"
+    )
+    for world_size, stop in ((4, 5), (2, 9), (1, 15)):
+        rows = train(
+            "train_fsdp2",
+            world_size,
+            data,
+            tmp_path,
+            *options,
+            f"grad_acc_steps={4 // world_size}",
+            f"checkpoint.resume_from_checkpoint={world_size < 4}",
+            f"num_train_steps={stop}",
+        )
+    assert losses(rows) == pytest.approx(losses(whole), rel=1e-5)
+    assert rows[-1]["consumed_tokens"] == whole[-1]["consumed_tokens"]
+
+
+def test_killed_between_a_log_and_a_checkpoint(data, tmp_path):
+    """Pitfall 23: SIGKILL after step 7 with checkpoints every 3 steps; resumed, every step is logged once."""
+    overrides = [*TINY, f"dataset.load_dataset_kwargs.path={data}", f"checkpoint.ckpt_dir={tmp_path / 'ckpt'}"]
+    overrides += ["checkpoint.save_every_n_steps=3", "num_train_steps=12"]
+    command = [sys.executable, str(REPOSITORY / "train_ddp.py"), "--config-name", "L0_sanity", *overrides]
+    metrics = tmp_path / "ckpt" / "train_ddp" / "metrics.jsonl"
+    process = subprocess.Popen([*command, "num_train_steps=100000"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 7):
+            pass
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
+    stop = max(12, before[-1]["step"] + 2)
+    subprocess.run(
+        [*command, "checkpoint.resume_from_checkpoint=true", f"num_train_steps={stop}"], cwd=tmp_path, check=True
+    )
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, stop + 1))
+    assert losses(rows)[: len(before)] == losses(before)
+
+
+# ---- What a run leaves. ----
+
+
+def test_final_model_loads_and_validation_is_logged(data, tmp_path):
+    rows = train(
+        "train_fsdp2",
+        2,
+        data,
+        tmp_path,
+        "num_train_steps=3",
+        f"checkpoint.ckpt_dir={tmp_path / 'ckpt'}",
+        "checkpoint.save_final_model=true",
+        f"validation.load_dataset_kwargs={{path: {data}}}",
+        "validation.every_n_steps=2",
+    )
+    assert [("validation_loss" in row) for row in rows] == [False, True, True]
+    folder = tmp_path / "ckpt" / "train_fsdp2" / "final_model"
+    model = NVLlamaForCausalLM.from_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, stored[name]), name
+    assert (folder / "tokenizer_config.json").exists()
+    assert "max_seq_length: 64" in (tmp_path / "ckpt" / "train_fsdp2" / "config.yaml").read_text()
+
+
+def test_validation_loss_is_per_token_and_independent_of_ranks(data, tmp_path):
+    """Pitfall 11. Batches of very unequal numbers of tokens: the mean over tokens does not depend on how they fall."""
+    values = []
+    for world_size, micro_batch_size in ((1, 1), (1, 8), (3, 2)):
+        rows = train(
+            "train_ddp",
+            world_size,
+            data,
+            tmp_path,
+            "num_train_steps=1",
+            "adamw_kwargs.lr=1e-30",  # the weights stay the initial ones
+            f"dataset.micro_batch_size={micro_batch_size}",
+            f"validation.load_dataset_kwargs={{path: {data}}}",
+            metrics=f"{world_size}{micro_batch_size}.jsonl",
+        )
+        values.append(rows[-1]["validation_loss"])
+    assert values == pytest.approx([values[0]] * 3, rel=1e-6)
+
+
+def test_convergence_config_overfits(tmp_path):
+    run_script("train_fsdp2.py", ["--config-name", "L0_convergence", "logger.metrics_path=m.jsonl"], cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < 0.1
+
+
+# ---- Bad input, on every rank alike, before anything is written. ----
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["+config_kwargs.vocab_size=100"], "vocab_size=100 is smaller than the tokenizer's 256"),
+        (["+config_kwargs.num_key_value_heads=3"], "not divisible by num_key_value_heads=3"),
+        (["+config_kwargs.no_such_field=1"], "no_such_field"),
+        (["dataset.max_seq_length=100000"], "max_position_embeddings"),
+        (["dataset.text_column=text"], "sequence"),
+        (["dataset.load_dataset_kwargs.path=./nowhere"], "nowhere"),
+        (["dataset.micro_batch_size=4096"], "global batch"),
+        (["grad_acc_steps=0", "dtype=float16"], "dtype='float16'"),
+    ],
+)
+def test_bad_input_ends_with_the_reason(data, tmp_path, overrides, message):
+    with pytest.raises(RanksFailed, match=r"ValueError|ConfigError") as error:
+        train("train_fsdp2", 2, data, tmp_path, "num_train_steps=2", *overrides)
+    assert message in str(error.value)
+    assert None not in error.value.exit_codes
+    assert not (tmp_path / "m.jsonl").exists()
