@@ -62,8 +62,9 @@ class DatasetConfig:
 
 @dataclass
 class ValidationConfig:
-    load_dataset_kwargs: dict[str, Any] | None = None
-    """As dataset.load_dataset_kwargs; null: no validation. Windows do not overlap, so every token is scored once."""
+    enabled: bool = False
+    load_dataset_kwargs: dict[str, Any] = field(default_factory=dict)
+    """As dataset.load_dataset_kwargs. Windows do not overlap, so every token is scored once."""
     every_n_steps: int = 0
     """Validate after every n-th optimiser step; 0: after the last step only."""
     max_batches: int | None = None
@@ -312,14 +313,13 @@ def find_problems(config: TrainConfig, script: str, world_size: int) -> list[str
     validation = config.validation
     at_least("validation.every_n_steps", validation.every_n_steps, 0)
     at_least("validation.max_batches", validation.max_batches, 1)
-    if validation.load_dataset_kwargs is None:
-        require(
-            validation.every_n_steps == 0 and validation.max_batches is None,
-            "validation.every_n_steps or max_batches is set without validation.load_dataset_kwargs: name a data set, "
-            "or drop them.",
-        )
-    else:
+    if validation.enabled:
         require("path" in validation.load_dataset_kwargs, "validation.load_dataset_kwargs.path is missing.")
+    else:
+        require(
+            validation.every_n_steps == 0,
+            f"validation.every_n_steps={validation.every_n_steps} would be ignored: set validation.enabled=true.",
+        )
 
     checkpoint = config.checkpoint
     at_least("checkpoint.save_every_n_steps", checkpoint.save_every_n_steps, 0)

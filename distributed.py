@@ -88,8 +88,8 @@ def global_grad_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
 def shut_down() -> None:
     """Waits for all ranks, then leaves the process group. Call it when no DDP model is left.
 
-    torch 2.13: a DDP reducer that is the last owner of a gloo group destroys it with the GIL held, and waits for ever for
-    gloo's thread if that is just releasing a Python tensor. So the scripts call this after ``main`` has returned.
+    torch 2.13: a DDP reducer that is the last owner of a gloo group destroys it with the GIL held, and waits for ever
+    for gloo's thread if that is just releasing a Python tensor. So the scripts call this after ``main`` has returned.
     """
     if dist.is_initialized():
         dist.barrier()

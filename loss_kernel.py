@@ -58,3 +58,20 @@ def softmax_gradient_(logits_cV: torch.Tensor, targets_c: torch.Tensor, scale: t
         logits_cV, logits_cV.stride(0), targets_c, scale, losses_c, logits_cV.shape[1], BLOCK=8192, num_warps=16
     )
     return losses_c.sum()
+
+
+@triton.jit
+def _scaled_cast_kernel(source_ptr, scale_ptr, target_ptr, numel, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    scaled = tl.load(source_ptr + offsets, mask=mask) * tl.load(scale_ptr)
+    tl.store(target_ptr + offsets, scaled.to(target_ptr.dtype.element_ty), mask=mask)
+
+
+def scaled_cast(source: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(source * scale) rounded once to ``dtype``; ``source`` FP32 and contiguous, ``scale`` an FP32 scalar."""
+    target = torch.empty_like(source, dtype=dtype)
+    _scaled_cast_kernel[(triton.cdiv(source.numel(), 4096),)](
+        source, scale, target, source.numel(), BLOCK=4096, num_warps=8
+    )
+    return target

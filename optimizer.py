@@ -46,7 +46,41 @@ def build_optimizer(model: nn.Module, config: TrainConfig, te: ModuleType) -> to
         logger.info(
             "optimizer: the parameters are FP32 and so their own masters; use_fp32_master_weights adds no copies"
         )
-    return torch.optim.AdamW(groups, **options, fused=True)
+    return AdamW(groups, **options, fused=True)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW that divides the gradients by ``grad_scale`` as it reads them.
+
+    ``grad_scale`` is the hook that torch has for loss scaling; here it carries the clipping divisor. On a GPU the
+    update is our own kernel (optimizer_kernel.py), with the same state under the same names.
+    """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if not params[0].is_cuda:
+            super().step()
+            return
+        from optimizer_kernel import adamw_  # Triton comes with torch's CUDA builds only
+
+        initialize_state(self)
+        divisor = torch.ones((), device=params[0].device) if self.grad_scale is None else self.grad_scale
+        torch._foreach_add_([self.state[param]["step"] for param in params], 1.0)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and local_tensor(param).numel():
+                    state = self.state[param]
+                    tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
+                    adamw_(*map(local_tensor, tensors), state["step"], divisor, group)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -55,8 +89,7 @@ def clip_and_step(
 ) -> torch.Tensor:
     """Scales all gradients by min(1, max_grad_norm / norm), then updates the parameters. Never waits for the device.
 
-    torch's fused AdamW scales the gradients as it reads them, through the hook that is there for loss scaling: one pass
-    over all of them less. FusedAdam has no such hook: there they are scaled first.
+    AdamW scales them as it reads them, which saves a pass over all of them; for FusedAdam they are scaled first.
 
     Args:
         max_grad_norm: 0: no clipping.
@@ -65,14 +98,12 @@ def clip_and_step(
         The global norm before clipping: FP32 scalar.
     """
     norm = global_grad_norm(parameters)
-    if max_grad_norm > 0:
-        divisor = ((norm + 1e-6) / max_grad_norm).clamp_(min=1.0)
-        if isinstance(optimizer, torch.optim.AdamW):
-            optimizer.grad_scale, optimizer.found_inf = divisor, None
-        else:
-            grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-            torch._foreach_mul_(local, divisor.reciprocal())
+    divisor = ((norm + 1e-6) / max_grad_norm).clamp_(min=1.0) if max_grad_norm > 0 else torch.ones_like(norm)
+    if isinstance(optimizer, AdamW):
+        optimizer.grad_scale = divisor
+    elif max_grad_norm > 0:
+        grads = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        torch._foreach_mul_(grads, divisor.reciprocal())
     optimizer.step()
     return norm
 

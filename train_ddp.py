@@ -69,7 +69,7 @@ def main(cfg: DictConfig) -> None:
     # 3. Data: every rank reads its own part.
     loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size)
     validation = None
-    if config.validation.load_dataset_kwargs is not None:
+    if config.validation.enabled:
         validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size)
 
     # 4. Resume.

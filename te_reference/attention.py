@@ -4,16 +4,19 @@ Legend: B batch, S sequence, T packed tokens, D model width, N query heads, K KV
 R = N / K query heads per KV head.
 
 Layouts: BSHD tensors are [B, S, heads, H]; THD tensors are [T, heads, H] with the documents back to back.
-``cu_seqlens`` [documents + 1] int32 holds cumulative *real* lengths; ``cu_seqlens_padded`` the offsets of the
-documents in the buffer where they are padded apart. QKV rows, interleaved: per KV head [q_0 .. q_{R-1}, k, v], each H
-rows. RoPE rotates halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) in FP32 with one rounding.
+``cu_seqlens`` [documents + 1] int32 holds cumulative *real* lengths; ``cu_seqlens_padded`` the offsets of the documents
+in the buffer where they are padded apart. QKV rows, interleaved: per KV head [q_0 .. q_{R-1}, k, v], each H rows.
+RoPE rotates halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) in FP32 with one rounding.
+Under context parallelism a rank holds two chunks of every sequence (context_parallel.py); ``cu_seqlens`` stay global.
 Sources: transformer_engine/pytorch/attention/{rope,multi_head_attention}.py.
 """
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from te_reference.context_parallel import Document, Ring, ring_attention, zigzag_indices
 from te_reference.modules import LayerNormLinear, Linear, _require
 
 
@@ -37,11 +40,16 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
-def thd_positions(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Position of every token of a packed buffer in its document: [T] int64. ``cu_seqlens`` are buffer offsets."""
-    tokens_T = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    document_T = torch.bucketize(tokens_T, cu_seqlens[1:], right=True).clamp_(max=cu_seqlens.numel() - 2)
-    return (tokens_T - cu_seqlens[document_T]).long()
+def thd_positions(cu_seqlens: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+    """Position of tokens of a packed buffer in their documents, int64 [T].
+
+    Args:
+        cu_seqlens: buffer offsets of the documents, [documents + 1].
+        tokens_T: indices into the buffer, int64.
+    """
+    offsets = cu_seqlens.long()
+    document_T = torch.bucketize(tokens_T, offsets[1:], right=True).clamp_(max=offsets.numel() - 2)
+    return tokens_T - offsets[document_T]
 
 
 class DotProductAttention(nn.Module):
@@ -65,6 +73,46 @@ class DotProductAttention(nn.Module):
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
         self.scale = kv_channels**-0.5
+        self._ring: Ring | None = None
+
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | list[dist.ProcessGroup] | None,
+        cp_global_ranks: list[int],
+        cp_stream: object,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """From now on the inputs are this rank's chunks of every sequence.
+
+        Whatever ``cp_comm_type`` says, KV blocks travel around a ring (context_parallel.py), with the result of every
+        other scheme; what TE would refuse is refused.
+
+        Args:
+            cp_group: the group, or [a2a group, p2p group] for ``a2a+p2p``; None: no context parallelism.
+            cp_global_ranks: global ranks of the whole group, in the order of the chunks.
+            cp_stream: TE's side stream, unused here.
+            cp_comm_type: ``p2p``, ``all_gather``, ``a2a`` or ``a2a+p2p``.
+        """
+        _require(
+            cp_comm_type in ("p2p", "all_gather", "a2a", "a2a+p2p"),
+            f"cp_comm_type={cp_comm_type!r} is not one of p2p, all_gather, a2a, a2a+p2p.",
+        )
+        self._ring = None
+        if cp_group is None:
+            return
+        pair = isinstance(cp_group, list)
+        _require(
+            pair == (cp_comm_type == "a2a+p2p"),
+            f"cp_comm_type={cp_comm_type!r}: a2a+p2p takes [a2a group, p2p group], the others take one group.",
+        )
+        ranks_per_a2a = dist.get_world_size(cp_group[0] if pair else cp_group) if "a2a" in cp_comm_type else 1
+        _require(
+            self.num_attention_heads % ranks_per_a2a == 0 and self.num_gqa_groups % ranks_per_a2a == 0,
+            f"cp_comm_type={cp_comm_type!r} over {ranks_per_a2a} ranks must divide num_attention_heads="
+            f"{self.num_attention_heads} and num_gqa_groups={self.num_gqa_groups}: use p2p or all_gather.",
+        )
+        if len(cp_global_ranks) > 1:
+            self._ring = Ring(cp_group, cp_global_ranks)
 
     def forward(
         self,
@@ -79,8 +127,10 @@ class DotProductAttention(nn.Module):
         max_seqlen_kv: int | None = None,
         pad_between_seqs: bool | None = None,
     ) -> torch.Tensor:
-        """[B, S, N, H] -> [B, S, N*H], or [T, N, H] -> [T, N*H]. Rows of padding between documents come back as
-        zeros."""
+        """[B, S, N, H] -> [B, S, N*H], or [T, N, H] -> [T, N*H]. Rows of padding between documents come back as 0."""
+        if self._ring is not None:
+            qkv = query_layer, key_layer, value_layer
+            return self._over_ranks(*qkv, cu_seqlens_q, cu_seqlens_q_padded, pad_between_seqs)
         if self.qkv_format == "bshd":
             return self._causal(query_layer, key_layer, value_layer).flatten(-2)
         _require(cu_seqlens_q is not None, "thd attention needs cu_seqlens_q.")
@@ -99,10 +149,29 @@ class DotProductAttention(nn.Module):
                 out_TNH[start : start + length] = piece
         return (torch.cat(pieces) if out_TNH is None else out_TNH).flatten(-2)
 
+    def _over_ranks(self, query, key, value, cu_seqlens, cu_seqlens_padded, pad_between_seqs) -> torch.Tensor:
+        ring = self._ring
+        if self.qkv_format == "bshd":
+            chunk = query.shape[1] // 2
+            documents: list[Document] = [(0, chunk, 2 * chunk * ring.size)]
+            return ring_attention(query, key, value, documents, ring, self.scale).flatten(-2)
+        _require(
+            cu_seqlens is not None and cu_seqlens_padded is not None and bool(pad_between_seqs),
+            "thd attention over several ranks needs cu_seqlens_q, cu_seqlens_q_padded and pad_between_seqs=True.",
+        )
+        offsets, lengths = cu_seqlens_padded.tolist(), cu_seqlens.diff().tolist()
+        documents = [
+            (start // ring.size, (stop - start) // (2 * ring.size), length)
+            for start, stop, length in zip(offsets[:-1], offsets[1:], lengths, strict=True)
+            if length > 0
+        ]
+        context = ring_attention(query[None], key[None], value[None], documents, ring, self.scale)
+        return context[0].flatten(-2)
+
     def _causal(self, q_BSNH: torch.Tensor, k_BSKH: torch.Tensor, v_BSKH: torch.Tensor) -> torch.Tensor:
         repeat = self.num_attention_heads // self.num_gqa_groups
-        if repeat > 1:  # the CPU kernel of sdpa has no grouped queries of its own: sharing by expand costs no memory
-            k_BSKH, v_BSKH = (x.unsqueeze(3).expand(-1, -1, -1, repeat, -1).flatten(2, 3) for x in (k_BSKH, v_BSKH))
+        if repeat > 1:  # sdpa's CPU kernel has no grouped queries of its own
+            k_BSKH, v_BSKH = (x.repeat_interleave(repeat, dim=2) for x in (k_BSKH, v_BSKH))
         q, k, v = (x.transpose(1, 2) for x in (q_BSNH, k_BSKH, v_BSKH))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(1, 2)
 
@@ -110,8 +179,7 @@ class DotProductAttention(nn.Module):
 class MultiheadAttention(nn.Module):
     """Norm, QKV, RoPE, attention, output projection.
 
-    Parameters: ``layernorm_qkv.layer_norm_weight`` [D], ``layernorm_qkv.weight`` [(N+2K)H, D], ``proj.weight`` [D,
-        N*H].
+    Parameters: ``layernorm_qkv.layer_norm_weight`` [D], ``layernorm_qkv.weight`` [(N+2K)H, D], ``proj.weight`` [D, NH].
     """
 
     def __init__(
@@ -133,9 +201,7 @@ class MultiheadAttention(nn.Module):
         layer_number: int | None = None,
     ):
         super().__init__()
-        _require(
-            input_layernorm and fuse_qkv_params, "te_reference has input_layernorm=True, fuse_qkv_params=True only."
-        )
+        _require(input_layernorm and fuse_qkv_params, "te_reference has input_layernorm and fuse_qkv_params True only.")
         self.layer_number = layer_number
         self.num_kv_heads = num_gqa_groups or num_attention_heads
         self.head_dim = kv_channels or hidden_size // num_attention_heads
@@ -161,6 +227,20 @@ class MultiheadAttention(nn.Module):
             attn_mask_type=attn_mask_type,
         )
         self.proj = Linear(num_attention_heads * self.head_dim, hidden_size, **factory)
+        self.cp_size, self.cp_rank = 1, 0
+
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | list[dist.ProcessGroup] | None,
+        cp_global_ranks: list[int],
+        cp_stream: object,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """As :meth:`DotProductAttention.set_context_parallel_group`; RoPE takes the chunks' positions."""
+        self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self.cp_size, self.cp_rank = 1, 0
+        if cp_group is not None:
+            self.cp_size, self.cp_rank = len(cp_global_ranks), list(cp_global_ranks).index(dist.get_rank())
 
     def forward(
         self,
@@ -171,19 +251,21 @@ class MultiheadAttention(nn.Module):
         pad_between_seqs: bool | None = None,
         **attention_kwargs,
     ) -> torch.Tensor:
-        """[B, S, D] or [T, D] -> the same shape. ``rotary_pos_emb``: angles [S, 1, 1, H] FP32, S >= the longest
-        sequence."""
+        """[B, S, D] or [T, D] -> the same shape; under context parallelism this rank's chunks of it.
+
+        Args:
+            hidden_states: [B, S, D] or [T, D].
+            rotary_pos_emb: angles [positions, 1, 1, H] FP32, at least as many as the longest whole sequence has tokens.
+            cu_seqlens_q, cu_seqlens_q_padded, pad_between_seqs, attention_kwargs: as :class:`DotProductAttention`.
+        """
         R = self.queries_per_kv
         # [..., K, R+2, H]: the queries of a KV head, its key, its value.
         qkv = self.layernorm_qkv(hidden_states).unflatten(-1, (self.num_kv_heads, R + 2, self.head_dim))
         qk, value = qkv[..., : R + 1, :], qkv[..., R + 1, :]
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb[:, 0, 0, : self.head_dim // 2]
-            if cu_seqlens_q is not None:
-                offsets = cu_seqlens_q_padded if pad_between_seqs else cu_seqlens_q
-                angles = angles[thd_positions(offsets, hidden_states.shape[0]).clamp_(max=angles.shape[0] - 1)]
-            else:
-                angles = angles[: hidden_states.shape[1]]
+            offsets = cu_seqlens_q_padded if pad_between_seqs else cu_seqlens_q
+            angles = angles[self._positions(hidden_states, offsets, angles.shape[0])]
             angles = angles[:, None, None, :]  # token, KV head, query, H/2
             qk = apply_rotary(qk, angles.cos(), angles.sin())
         query, key = qk[..., :R, :].flatten(-3, -2), qk[..., R, :]
@@ -197,3 +279,16 @@ class MultiheadAttention(nn.Module):
             **attention_kwargs,
         )
         return self.proj(context)
+
+    def _positions(self, hidden_states: torch.Tensor, offsets: torch.Tensor | None, num_angles: int) -> torch.Tensor:
+        """Position of every local token in its sequence: int64 [S] or [T]. ``offsets``: of the packed documents."""
+        size, device = self.cp_size, hidden_states.device
+        if offsets is None:
+            length = hidden_states.shape[1] * size
+            _require(num_angles >= length, f"rotary_pos_emb has {num_angles} positions, the sequences have {length}.")
+            offsets = torch.tensor([0, length], device=device)
+        if size == 1:
+            tokens = torch.arange(hidden_states.shape[-2], device=device)
+        else:
+            tokens = zigzag_indices(offsets, self.cp_rank, size)
+        return thd_positions(offsets, tokens).clamp_(max=num_angles - 1)  # rows behind the last document may exceed it

@@ -54,10 +54,7 @@ def test_wrong_type_is_an_error():
         (["adamw_kwargs.betas=[0.9]"], "two numbers"),
         (["lr_scheduler_kwargs.min_lr_ratio=2"], "min_lr_ratio=2"),
         (["profiler.enabled=true", "profiler.start_step=5", "profiler.end_step=4"], "profiler.start_step=5"),
-        (
-            ["validation.every_n_steps=3", "validation.load_dataset_kwargs=null"],
-            "without validation.load_dataset_kwargs",
-        ),
+        (["validation.every_n_steps=3", "validation.enabled=false"], "every_n_steps=3 would be ignored"),
         (["hsdp_replicate_size=2"], "does not divide the world size 1"),
         (
             [

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import te_reference
 from config import AdamWConfig, TrainConfig
 from dist_utils import run_on_ranks
-from optimizer import build_optimizer, initialize_state
+from optimizer import AdamW, build_optimizer, clip_and_step, initialize_state
 from te_reference.optimizers import FusedAdam
 
 
@@ -174,9 +174,9 @@ def test_build_optimizer_decays_matrices_only():
 @pytest.mark.parametrize(
     "dtype, masters, kind",
     [
-        (torch.float32, False, torch.optim.AdamW),
-        (torch.bfloat16, False, torch.optim.AdamW),
-        (torch.float32, True, torch.optim.AdamW),
+        (torch.float32, False, AdamW),
+        (torch.bfloat16, False, AdamW),
+        (torch.float32, True, AdamW),
         (torch.bfloat16, True, FusedAdam),
     ],
 )
@@ -253,3 +253,45 @@ def test_sharded_parameters_as_on_one_rank():
         for param, other in zip(params, others, strict=True):
             rounding = 1e-6 if param.dtype == torch.float32 else 2**-7
             torch.testing.assert_close(param, other, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.1, 1e6])
+@pytest.mark.parametrize("masters", [False, True])
+def test_clip_and_step_equals_torch_clipping_then_stepping(max_norm, masters):
+    """torch.nn.utils.clip_grad_norm_ and a separate step; BF16 with masters takes the path that scales first."""
+    dtype = torch.bfloat16 if masters else torch.float32
+    ours, theirs = make_model(dtype), make_model(dtype)
+    generator = torch.Generator().manual_seed(1)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        other.data.copy_(one.data)
+        one.grad = torch.randn(one.shape, generator=generator).to(dtype)
+        other.grad = one.grad.clone()
+    optimizers = [
+        build_optimizer(model, config(use_fp32_master_weights=masters), te_reference) for model in (ours, theirs)
+    ]
+    norm = clip_and_step(optimizers[0], list(ours.parameters()), max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm or float("inf"))
+    optimizers[1].grad_scale = torch.ones(())
+    optimizers[1].step()
+    assert norm.item() == pytest.approx(float(expected), rel=1e-6 if dtype == torch.float32 else 1e-2)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_equals_torchs_fused_adamw(dtype):
+    """Five steps on a GPU; torch's fused kernel also computes in FP32 and rounds what it stores once."""
+    torch.manual_seed(0)
+    ours = torch.nn.Parameter(torch.randn(1000, 33, device="cuda").to(dtype))
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    optimizers = [AdamW([ours], lr=1e-2, weight_decay=0.1, fused=True)]
+    optimizers += [torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1, fused=True)]
+    for _ in range(5):
+        ours.grad = torch.randn_like(ours)
+        theirs.grad = ours.grad / 2
+        optimizers[0].grad_scale = torch.full((), 2.0, device="cuda")
+        for optimizer in optimizers:
+            optimizer.step()
+    rtol = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol * 1e-2)

@@ -86,7 +86,7 @@ def test_fifty_training_steps_agree(attn_input_format):
     losses = {}
     for backend in ("transformer_engine", "reference"):
         model = build(backend, attn_input_format)
-        # FP32 masters: without them a BF16 weight keeps or loses whole updates by a last bit, in any two implementations.
+        # FP32 masters: without them a last bit decides whether a BF16 weight moves at all.
         te = te_backend.resolve(backend)
         optimizer = te.optimizers.FusedAdam(model.parameters(), lr=3e-4, master_weights=True)
         losses[backend] = []

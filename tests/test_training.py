@@ -32,8 +32,7 @@ TINY = [
     "dataset.num_workers=0",
     "dataset.num_shards=12",
     "dataset.buffer_size=16",
-    "validation.load_dataset_kwargs=null",
-    "validation.max_batches=null",
+    "validation.enabled=false",
     "lr_scheduler_kwargs.num_warmup_steps=4",
     "lr_scheduler_kwargs.num_decay_steps=30",
 ]
@@ -203,7 +202,8 @@ def test_final_model_loads_and_validation_is_logged(data, tmp_path):
         "num_train_steps=3",
         f"checkpoint.ckpt_dir={tmp_path / 'ckpt'}",
         "checkpoint.save_final_model=true",
-        f"validation.load_dataset_kwargs={{path: {data}}}",
+        "validation.enabled=true",
+        f"validation.load_dataset_kwargs.path={data}",
         "validation.every_n_steps=2",
     )
     assert [("validation_loss" in row) for row in rows] == [False, True, True]
@@ -228,7 +228,9 @@ def test_validation_loss_is_per_token_and_independent_of_ranks(data, tmp_path):
             "num_train_steps=1",
             "adamw_kwargs.lr=1e-30",  # the weights stay the initial ones
             f"dataset.micro_batch_size={micro_batch_size}",
-            f"validation.load_dataset_kwargs={{path: {data}}}",
+            "validation.enabled=true",
+            "validation.max_batches=null",
+            f"validation.load_dataset_kwargs.path={data}",
             metrics=f"{world_size}{micro_batch_size}.jsonl",
         )
         values.append(rows[-1]["validation_loss"])

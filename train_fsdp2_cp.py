@@ -1,0 +1,150 @@
+"""Pre-trains Llama 3 on long sequences: FSDP2, and context parallelism (cp_size ranks share every sequence).
+
+    python train_fsdp2_cp.py --config-name L0_sanity_cp cp_size=1                   # one process
+    torchrun --nproc_per_node=4 train_fsdp2_cp.py --config-name L0_sanity_cp        # two groups of two ranks
+    torchrun --nproc_per_node=8 train_fsdp2_cp.py --config-name L1_1b_131k_cp       # 131,072 tokens, two groups of four
+
+Options: the YAML files in hydra_config/llama; every key is documented in config.py, the layout in context_parallel.py.
+"""
+
+import logging
+from contextlib import closing
+from itertools import pairwise
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import te_backend
+from checkpoint import Checkpointer, save_final_model
+from config import load_config, register_schema, save_resolved
+from context_parallel import SplitBatches, init_context_parallel, set_context_parallel_group
+from dataset import build_train_loader, build_validation_loader, load_tokenizer
+from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
+from optimizer import build_optimizer, clip_and_step
+from perf_logger import PerfLogger, run_folder
+from scheduler import build_scheduler
+from training import (
+    build_model,
+    build_model_config,
+    is_due,
+    next_global_batch,
+    rank_state,
+    restore_rank_state,
+    validate,
+)
+from weight_init import initialize_weights
+
+
+logger = logging.getLogger(__name__)
+register_schema()
+
+
+def shard(model: nn.Module, ctx: DistributedContext) -> None:
+    """Shards every decoder layer, then the rest (embedding, norm, head), in place. One process has nothing to shard.
+
+    Over all ranks, whatever their place in the (dp, cp) mesh: those of a context-parallel group need each other's
+    parameters and gradients as much as those of other groups.
+    """
+    if ctx.world_size == 1:
+        return
+    mesh = init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=("shard",))
+    # Gradients are summed in FP32. Inputs are not cast: the RoPE table must stay FP32.
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)}
+    layers: list[FSDPModule] = [fully_shard(layer, **options) for layer in model.model.layers]
+    fully_shard(model, **options)
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
+
+
+@hydra.main(version_base="1.3", config_path="hydra_config/llama", config_name="defaults")
+def main(cfg: DictConfig) -> None:
+    # 1. Configuration, processes.
+    config = load_config(cfg, script="train_fsdp2_cp")
+    ctx = init_distributed()
+    run_dir = run_folder(config, "train_fsdp2_cp")
+    if ctx.is_main:
+        save_resolved(config, run_dir / "config.yaml")
+
+    # 2. Tokenizer, model, optimiser.
+    tokenizer = load_tokenizer(config.dataset.tokenizer_name_or_path)
+    model_config = build_model_config(config, tokenizer)
+    heads = model_config.num_attention_heads, model_config.num_key_value_heads
+    cp = init_context_parallel(ctx, config.cp_size, config.cp_comm_type, *heads)
+    model = build_model(config, model_config, ctx.device)
+    set_context_parallel_group(model, cp, ctx.device)
+    shard(model, ctx)
+    initialize_weights(model, ctx.device, config.seed)
+    parameters = list(model.parameters())
+    optimizer = build_optimizer(model, config, te_backend.resolve(config.te_backend))
+    scheduler = build_scheduler(optimizer, config.lr_scheduler_kwargs)
+
+    # 3. Data: the ranks of a context-parallel group read the same batches, and each keeps its chunks of every sequence.
+    source = tokenizer, cp.dp_rank, cp.dp_size
+    loader = build_train_loader(config, *source, sequence_pad_multiple=cp.sequence_multiple)
+    validation = None
+    if config.validation.enabled:
+        whole_batches = build_validation_loader(config, *source, sequence_pad_multiple=cp.sequence_multiple)
+        validation = SplitBatches(whole_batches, cp.cp_rank, cp.cp_size)
+
+    # 4. Resume.
+    checkpointer = Checkpointer(config.checkpoint, "train_fsdp2_cp", model, optimizer, scheduler)
+    loaded = checkpointer.load() if config.checkpoint.resume_from_checkpoint else None
+    start_step, consumed_tokens = 0, 0
+    if loaded is not None:
+        start_step = loaded.step
+        consumed_tokens = restore_rank_state(loaded.rank_states, loader, ctx.rank, ctx.device)
+
+    # 5. Train.
+    batches = iter(loader)
+    with closing(PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)) as perf:
+        for step in range(start_step + 1, config.num_train_steps + 1):
+            perf.start_step(step)
+            batch = next_global_batch(
+                batches, config.grad_acc_steps, ctx.device, cp_rank=cp.cp_rank, cp_size=cp.cp_size
+            )
+            loss = torch.zeros((), device=ctx.device)
+            for index, micro_batch in enumerate(batch.micro_batches):
+                if ctx.world_size > 1:  # reduce the gradients once, after the last micro-batch
+                    model.set_requires_gradient_sync(index == config.grad_acc_steps - 1)
+                micro_loss = model(**micro_batch, num_items_in_batch=batch.num_targets).loss
+                (micro_loss * ctx.world_size).backward()  # FSDP averages over the ranks; the loss is a sum over them
+                loss += micro_loss.detach()
+            learning_rate = optimizer.param_groups[0]["lr"]
+            grad_norm = clip_and_step(optimizer, parameters, config.max_grad_norm)
+            scheduler.step()
+            optimizer.zero_grad()
+
+            # 6. Validate, log, save.
+            validation_loss = None
+            if validation is not None and is_due(step, config.validation.every_n_steps, config.num_train_steps):
+                with perf.untimed():
+                    validation_loss = validate(model, validation, ctx.device)
+            perf.log_step(
+                step,
+                loss=all_reduce_sum(loss),
+                grad_norm=grad_norm,
+                learning_rate=learning_rate,
+                epoch=batch.epoch,
+                num_tokens=batch.num_tokens,
+                num_unpadded_tokens=batch.num_unpadded_tokens,
+                sum_seq_len_squared=batch.sum_seq_len_squared,
+                validation_loss=validation_loss,
+            )
+            save_every = config.checkpoint.save_every_n_steps
+            if save_every and is_due(step, save_every, config.num_train_steps):
+                with perf.untimed():
+                    checkpointer.save(step, rank_state(loader, perf.rank_consumed_tokens, ctx.device))
+
+    # 7. Finish.
+    checkpointer.close()
+    if config.checkpoint.save_final_model:
+        save_final_model(model, tokenizer, checkpointer.directory / "final_model")
+
+
+if __name__ == "__main__":
+    main()
+    shut_down()
