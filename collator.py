@@ -53,7 +53,8 @@ class Batch(TypedDict):
     pad_between_seqs: NotRequired[bool]
     """True with the two keys before; TransformerEngine must be told, or RoPE takes the wrong positions."""
     max_length_q: NotRequired[int]
-    """Upper bound of a document's padded length, the same for every batch."""
+    """Upper bound of a document's padded length, the same for every batch. BSHD: S of the whole sequences, where a rank
+    holds chunks of them (context_parallel.py)."""
     max_length_k: NotRequired[int]
     epoch: NotRequired[int]
     """Epoch of the newest record in the batch; added by the training loader."""

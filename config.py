@@ -5,6 +5,7 @@ the command line. :func:`load_config` turns the result into a :class:`TrainConfi
 the CPU before anything is built, and reports all problems at once. Nothing changes a config afterwards.
 """
 
+import logging
 import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -12,8 +13,11 @@ from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+
+logger = logging.getLogger(__name__)
 
 PROJECT_DIR = Path(__file__).resolve().parent
 
@@ -171,6 +175,10 @@ class TrainConfig:
     """Clip the global gradient norm to this; 0: no clipping."""
     hsdp_replicate_size: int = 1
     """FSDP2: number of replicas; parameters are sharded over world size / this many ranks."""
+    cp_size: int = 1
+    """Context parallelism: ranks that share every sequence. Data-parallel size = world size / this."""
+    cp_comm_type: str = "p2p"
+    """How TE's attention communicates over those ranks: p2p, all_gather, a2a or a2a+p2p (context_parallel.py)."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     adamw_kwargs: AdamWConfig = field(default_factory=AdamWConfig)
@@ -186,9 +194,11 @@ class TrainConfig:
         return self.dataset.token_micro_batch_size or self.dataset.micro_batch_size * self.dataset.max_seq_length
 
 
-# Keys that only some scripts read. Setting one elsewhere is an error, not a no-op.
+# Keys that only some scripts read.
 SCRIPT_KEYS = {
     "hsdp_replicate_size": {"train_fsdp2"},
+    "cp_size": {"train_fsdp2_cp"},
+    "cp_comm_type": {"train_fsdp2_cp"},
 }
 
 
@@ -205,13 +215,19 @@ def project_path(name_or_path: str) -> str:
     return name_or_path
 
 
-def load_config(cfg: DictConfig, script: str, world_size: int | None = None) -> TrainConfig:
+def load_config(
+    cfg: DictConfig, script: str, world_size: int | None = None, overrides: list[str] | None = None
+) -> TrainConfig:
     """Validates the merged config and returns it typed.
+
+    A preset may set a key for one of its scripts (``cp_size``); the others say that they leave it out. On the command
+    line such a key is an error.
 
     Args:
         cfg: what Hydra composed.
         script: name of the train script, without ``.py``.
         world_size: number of processes; None reads ``WORLD_SIZE``.
+        overrides: of the command line; None asks Hydra.
 
     Raises:
         ConfigError: with every problem found.
@@ -219,7 +235,20 @@ def load_config(cfg: DictConfig, script: str, world_size: int | None = None) -> 
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, TrainConfig)
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
-    problems = unknown_keys(config) + find_problems(config, script, world_size)
+    if overrides is None:
+        overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    problems = unknown_keys(config)
+    defaults = TrainConfig()
+    for key, scripts in SCRIPT_KEYS.items():
+        if script in scripts or getattr(config, key) == getattr(defaults, key):
+            continue
+        if any(override.lstrip("+").split("=")[0].split(".")[0] == key for override in overrides):
+            readers = ", ".join(sorted(scripts))
+            problems.append(f"{key} is read by {readers} only; {script} would ignore it. Remove it.")
+        else:
+            logger.info("%s does not read the preset's %s=%s", script, key, getattr(config, key))
+            setattr(config, key, getattr(defaults, key))
+    problems += find_problems(config, world_size)
     if problems:
         raise ConfigError(problems)
     return config
@@ -235,8 +264,8 @@ def unknown_keys(node: Any, prefix: str = "") -> list[str]:
     return problems
 
 
-def find_problems(config: TrainConfig, script: str, world_size: int) -> list[str]:
-    """All broken rules of ``config`` as run by ``script`` on ``world_size`` processes."""
+def find_problems(config: TrainConfig, world_size: int) -> list[str]:
+    """All broken rules of ``config`` as run on ``world_size`` processes."""
     problems: list[str] = []
 
     def require(condition: bool, message: str) -> None:
@@ -248,11 +277,6 @@ def find_problems(config: TrainConfig, script: str, world_size: int) -> list[str
 
     def at_least(name: str, value: float | None, minimum: float) -> None:
         require(value is None or value >= minimum, f"{name}={value} must be at least {minimum}.")
-
-    defaults = TrainConfig()
-    for key, scripts in SCRIPT_KEYS.items():
-        if script not in scripts and getattr(config, key) != getattr(defaults, key):
-            require(False, f"{key} is read by {', '.join(sorted(scripts))} only; {script} would ignore it. Remove it.")
 
     choice("te_backend", config.te_backend, ("auto", "transformer_engine", "reference"))
     choice("dtype", config.dtype, ("auto", "float32", "bfloat16"))
@@ -270,6 +294,35 @@ def find_problems(config: TrainConfig, script: str, world_size: int) -> list[str
             f"hsdp_replicate_size={config.hsdp_replicate_size} does not divide the world size {world_size}.",
         )
 
+    at_least("cp_size", config.cp_size, 1)
+    choice("cp_comm_type", config.cp_comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
+    if config.cp_size > 1:
+        chunks = 2 * config.cp_size
+        require(
+            world_size % config.cp_size == 0,
+            f"cp_size={config.cp_size} does not divide the world size {world_size}: start a multiple of "
+            f"{config.cp_size} processes.",
+        )
+        require(
+            config.use_te,
+            f"use_te=false (Hugging Face's model) cannot share sequences: cp_size={config.cp_size} must be 1.",
+        )
+        require(
+            not config.use_torch_compile,
+            f"use_torch_compile=true: attention that communicates cannot be compiled; drop it, or set cp_size=1, not "
+            f"{config.cp_size}.",
+        )
+        require(
+            config.dataset.max_seq_length % chunks == 0,
+            f"dataset.max_seq_length={config.dataset.max_seq_length} is not a multiple of 2 * cp_size = {chunks}: "
+            "every sequence is cut into that many chunks.",
+        )
+        require(
+            config.dataset.token_micro_batch_size is None or config.dataset.token_micro_batch_size % chunks == 0,
+            f"dataset.token_micro_batch_size={config.dataset.token_micro_batch_size} is not a multiple of "
+            f"2 * cp_size = {chunks}.",
+        )
+
     data = config.dataset
     at_least("dataset.micro_batch_size", data.micro_batch_size, 1)
     at_least("dataset.token_micro_batch_size", data.token_micro_batch_size, 1)
@@ -285,11 +338,12 @@ def find_problems(config: TrainConfig, script: str, world_size: int) -> list[str
         "path" in data.load_dataset_kwargs,
         "dataset.load_dataset_kwargs.path is missing: give a Parquet file, a folder of them, or a Hub data set name.",
     )
-    streams = world_size * max(data.num_workers, 1)
+    dp_size = world_size // config.cp_size if config.cp_size >= 1 else world_size
+    streams = max(dp_size, 1) * max(data.num_workers, 1)
     require(
         data.num_shards >= 1 and data.num_shards % streams == 0,
         f"dataset.num_shards={data.num_shards} must be a multiple of data-parallel size * max(num_workers, 1) = "
-        f"{world_size} * {max(data.num_workers, 1)} = {streams}; it is part of the data order, so set it once for the "
+        f"{dp_size} * {max(data.num_workers, 1)} = {streams}; it is part of the data order, so set it once for the "
         "largest run you plan.",
     )
     if data.token_micro_batch_size is not None:

@@ -12,6 +12,7 @@ State
 """
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from collator import Batch, BSHDCollator, THDCollator, build_label_table
+from collator import Batch, BSHDCollator, THDCollator, build_label_table, round_up
 from config import TrainConfig, project_path
 from records import RecordFeed, Records, open_records
 from windows import ShardState, WindowCutter, WindowStream
@@ -54,12 +55,20 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 class Packer:
     """Takes the windows of one micro-batch from a stream and collates them."""
 
-    def __init__(self, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, pad_to_multiple: int, split: bool):
+    def __init__(
+        self,
+        config: TrainConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        pad_to_multiple: int,
+        sequence_pad_multiple: int,
+        split: bool,
+    ):
         """
         Args:
             config: format, batch size and label masks.
             tokenizer: for the padding token and the label masks.
             pad_to_multiple: S (BSHD) or T (THD) becomes a multiple of this.
+            sequence_pad_multiple: the length of every sequence becomes a multiple of this.
             split: THD: cut the last window, so that the batch is full. Otherwise the budget is at least a window.
         """
         data = config.dataset
@@ -70,13 +79,16 @@ class Packer:
         self._split = split
         self.collate: BSHDCollator | THDCollator
         if config.use_sequence_packing:
-            budget = config.token_micro_batch_size if split else max(config.token_micro_batch_size, data.max_seq_length)
+            budget = config.token_micro_batch_size
+            if not split:
+                budget = max(budget, round_up(data.max_seq_length, sequence_pad_multiple))
             self.collate = THDCollator(
-                pad_token_id, budget, data.max_seq_length, pad_to_multiple=pad_to_multiple, label_table=label_table
+                pad_token_id, budget, data.max_seq_length, pad_to_multiple, sequence_pad_multiple, label_table
             )
         else:
             self._rows = data.micro_batch_size
-            self.collate = BSHDCollator(pad_token_id, pad_to_multiple, label_table)
+            multiple = math.lcm(pad_to_multiple, sequence_pad_multiple)
+            self.collate = BSHDCollator(pad_token_id, multiple, label_table)
 
     def next_windows(self, stream: WindowStream) -> list[np.ndarray]:
         """The windows of the next micro-batch; fewer, or none, where the stream ends."""
@@ -325,7 +337,12 @@ def require_tokens(records: Records, cutter: WindowCutter, windows: int, tokens:
 
 
 def build_train_loader(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, dp_rank: int, dp_size: int, pad_to_multiple: int = 1
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dp_rank: int,
+    dp_size: int,
+    pad_to_multiple: int = 1,
+    sequence_pad_multiple: int = 1,
 ) -> TrainLoader:
     """The training data of data-parallel rank ``dp_rank`` of ``dp_size``: an endless stream of :class:`Batch`.
 
@@ -334,6 +351,7 @@ def build_train_loader(
         tokenizer: from :func:`load_tokenizer`.
         dp_rank, dp_size: ranks that share a batch (context parallel) have the same ``dp_rank``.
         pad_to_multiple: S (BSHD) or T (THD) becomes a multiple of this, in tokens.
+        sequence_pad_multiple: the length of every sequence becomes a multiple of this, in tokens (context parallel).
 
     Raises:
         ValueError: if the data set cannot be read, is smaller than one global batch, or its shards cannot be divided.
@@ -355,7 +373,7 @@ def build_train_loader(
     else:
         rows = data.micro_batch_size
         require_tokens(records, cutter, micro_batches * rows, 0, f"{purpose} * {rows} windows")
-    packer = Packer(config, tokenizer, pad_to_multiple, data.split_last_document)
+    packer = Packer(config, tokenizer, pad_to_multiple, sequence_pad_multiple, data.split_last_document)
     dataset = ShardedDataset(records, cutter, packer, config.seed, data.buffer_size, data.num_shards, dp_rank, dp_size)
     order = {
         "seed": config.seed,
@@ -369,7 +387,12 @@ def build_train_loader(
 
 
 def build_validation_loader(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, dp_rank: int, dp_size: int, pad_to_multiple: int = 1
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    dp_rank: int,
+    dp_size: int,
+    pad_to_multiple: int = 1,
+    sequence_pad_multiple: int = 1,
 ) -> ValidationLoader:
     """This rank's share of the validation set, as :class:`Batch`; ranks may differ in length by one.
 
@@ -381,5 +404,5 @@ def build_validation_loader(
     records = open_records(validation.load_dataset_kwargs, data.text_column)
     cutter = WindowCutter(tokenizer, data.max_seq_length, stride=0)
     require_tokens(records, cutter, 1, 1, "one window")
-    packer = Packer(config, tokenizer, pad_to_multiple, split=False)
+    packer = Packer(config, tokenizer, pad_to_multiple, sequence_pad_multiple, split=False)
     return ValidationLoader(records, cutter, packer, dp_rank, dp_size, validation.max_batches)

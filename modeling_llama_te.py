@@ -184,7 +184,8 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
             input_ids: int64 tokens; or give ``inputs_embeds`` [..., D].
             cu_seq_lens_q, cu_seq_lens_k: thd: cumulative real lengths, int32 [documents + 1].
             cu_seq_lens_q_padded, cu_seq_lens_k_padded: thd: offsets in the buffer, where documents are padded apart.
-            max_length_q, max_length_k: thd: an upper bound of the lengths.
+            max_length_q, max_length_k: an upper bound of the lengths; for bshd only where a rank holds chunks of the
+                sequences (context_parallel.py): S of the whole sequences.
             pad_between_seqs: thd: whether documents are padded apart; TE must be told, it does not find out by itself.
             kwargs: the batch's other keys (``attention_mask``: padding is on the right, where a causal mask hides it).
         """
@@ -206,7 +207,7 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
                 "rotary_pos_emb": self.rotary(max_length_q, hidden.device),
             }
         else:
-            layer_kwargs = {"rotary_pos_emb": self.rotary(hidden.shape[1], hidden.device)}
+            layer_kwargs = {"rotary_pos_emb": self.rotary(max_length_q or hidden.shape[1], hidden.device)}
         for index, layer in enumerate(self.layers):
             hidden = self._run(index, layer, hidden, layer_kwargs)
         hidden = self.norm(hidden)

@@ -1,8 +1,8 @@
 """Pre-trains Llama 3 with FSDP2: parameters, gradients and optimiser state sharded over all ranks.
 
-    python train_fsdp2.py                                              # one process: the CPU, or the GPU if there is
-    one torchrun --nproc_per_node=8 train_fsdp2.py --config-name L2_lingua_1b torchrun --nproc_per_node=8
-    train_fsdp2.py hsdp_replicate_size=2   # HSDP: two replicas of four shards each
+    python train_fsdp2.py                                      # one process: the CPU, or the GPU if there is one
+    torchrun --nproc_per_node=8 train_fsdp2.py --config-name L2_lingua_1b
+    torchrun --nproc_per_node=8 train_fsdp2.py hsdp_replicate_size=2    # HSDP: two replicas of four shards each
 
 Options: the YAML files in hydra_config/llama; every key is documented in config.py.
 """

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from collator import Batch
 from config import TrainConfig, project_path
+from context_parallel import all_to_all_size, local_world_size, split_batch
 from dataset import TrainLoader, merge_loader_states
 from loss import IGNORE_INDEX
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
@@ -33,9 +34,8 @@ def build_model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) 
     """The model config that a run trains.
 
     Raises:
-        ValueError: the vocabulary cannot hold the tokenizer's ids, windows exceed the model's positions, or a field
-            that
-            the layers cannot honour.
+        ValueError: the vocabulary cannot hold the tokenizer's ids, windows exceed the model's positions, a field that
+            the layers cannot honour, or head counts that ``cp_comm_type`` cannot hand out.
     """
     overrides = {key: value for key, value in config.config_kwargs.items() if value is not None}
     if config.use_te:
@@ -61,6 +61,8 @@ def build_model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) 
         )
     if config.use_te:
         model_config.check()
+    heads = model_config.num_attention_heads, model_config.num_key_value_heads
+    all_to_all_size(config.cp_comm_type, config.cp_size, *heads, local_world_size())
     return model_config
 
 
@@ -97,7 +99,8 @@ class GlobalBatch:
     num_unpadded_tokens: int
     """Of this rank."""
     sum_seq_len_squared: int
-    """Sum over this rank's sequences of length^2, for counting attention FLOPs."""
+    """Sum over this rank's sequences of length^2, for counting attention FLOPs; this rank's share of it where several
+    ranks share a sequence."""
     epoch: int
 
 
@@ -126,12 +129,25 @@ def to_device(batch: dict[str, Any], device: torch.device) -> Batch:
 
 
 def next_global_batch(
-    batches: Iterator[Batch], grad_acc_steps: int, device: torch.device, group: dist.ProcessGroup | None = None
+    batches: Iterator[Batch],
+    grad_acc_steps: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    cp_rank: int = 0,
+    cp_size: int = 1,
 ) -> GlobalBatch:
-    """Reads ``grad_acc_steps`` micro-batches and counts the targets of the global batch over ``group`` (None: all
-    ranks)."""
-    micro_batches = [next(batches) for _ in range(grad_acc_steps)]
-    lengths = torch.cat([sequence_lengths(batch) for batch in micro_batches])
+    """Reads ``grad_acc_steps`` micro-batches and counts the targets of the global batch.
+
+    Args:
+        batches: of this data-parallel rank.
+        grad_acc_steps: micro-batches per optimiser step.
+        device: where they go.
+        group: the ranks that share the global batch; None: all.
+        cp_rank, cp_size: context parallelism: this rank keeps, and counts, its chunks of every sequence.
+    """
+    whole_batches = [next(batches) for _ in range(grad_acc_steps)]
+    squares = sum(int(sequence_lengths(batch).square().sum()) for batch in whole_batches)
+    micro_batches = [split_batch(batch, cp_rank, cp_size) for batch in whole_batches]
     # The only collective of a step besides gradients and logging; its result stays on the device, so nobody waits for
     # it.
     num_targets = torch.tensor(sum(map(count_targets, micro_batches)), dtype=torch.float32, device=device)
@@ -140,8 +156,8 @@ def next_global_batch(
         micro_batches=[to_device(batch, device) for batch in micro_batches],
         num_targets=num_targets,
         num_tokens=sum(batch["input_ids"].numel() for batch in micro_batches),
-        num_unpadded_tokens=int(lengths.sum()),
-        sum_seq_len_squared=int(lengths.square().sum()),
+        num_unpadded_tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
+        sum_seq_len_squared=(squares + cp_rank) // cp_size,  # these add up to the whole over the ranks of a group
         epoch=max(batch["epoch"] for batch in micro_batches),
     )
 

@@ -90,8 +90,8 @@ def main() -> None:
     steps = {"hf": training_step(hf, padded_batch), "ours": training_step(ours, packed_batch)}
     seconds = time_alternately(steps, args.repeats)
     print(
-        f"{len(lengths)} records of {min(lengths)}-{max(lengths)} bases, {sum(lengths) / padded.numel():.0%} of the padded "
-        f"batch: Hugging Face padded {1e3 * seconds['hf']:.0f} ms, ours packed {1e3 * seconds['ours']:.0f} ms, "
+        f"{len(lengths)} records of {min(lengths)}-{max(lengths)} bases, {sum(lengths) / padded.numel():.0%} of the "
+        f"padded batch: Hugging Face padded {1e3 * seconds['hf']:.0f} ms, ours packed {1e3 * seconds['ours']:.0f} ms, "
         f"ratio {seconds['hf'] / seconds['ours']:.2f}"
     )
 

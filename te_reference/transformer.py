@@ -4,6 +4,7 @@ Legend: B batch, S sequence, T packed tokens, D model width. Source: transformer
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from te_reference.attention import MultiheadAttention
@@ -59,6 +60,16 @@ class TransformerLayer(nn.Module):
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation, **shared
         )
+
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | list[dist.ProcessGroup] | None,
+        cp_global_ranks: list[int],
+        cp_stream: object,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        """As :meth:`te_reference.attention.DotProductAttention.set_context_parallel_group`."""
+        self.self_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(self, hidden_states: torch.Tensor, **attention_kwargs) -> torch.Tensor:
         """[B, S, D] or [T, D] -> the same shape; keyword arguments as in :class:`MultiheadAttention`."""

@@ -10,12 +10,15 @@ from config import PROJECT_DIR, ConfigError, load_config, register_schema, save_
 def compose_config(overrides=(), name="L0_sanity", family="llama", script="train_fsdp2", world_size=1):
     register_schema()
     with initialize_config_dir(version_base="1.3", config_dir=str(PROJECT_DIR / "hydra_config" / family)):
-        return load_config(compose(name, overrides=list(overrides)), script, world_size)
+        return load_config(compose(name, overrides=list(overrides)), script, world_size, list(overrides))
 
 
 @pytest.mark.parametrize("path", sorted((PROJECT_DIR / "hydra_config" / "llama").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_shipped_config_is_valid(path):
-    config = compose_config(name=path.stem)
+    shared = path.stem.endswith("_cp")
+    config = compose_config(
+        name=path.stem, script="train_fsdp2_cp" if shared else "train_fsdp2", world_size=1 + 3 * shared
+    )
     assert config.num_train_steps > 0
 
 
@@ -81,6 +84,11 @@ def test_every_problem_is_reported_at_once():
 def test_a_key_that_the_script_would_ignore_is_refused():
     with pytest.raises(ConfigError, match="train_ddp would ignore it"):
         compose_config(["hsdp_replicate_size=2"], script="train_ddp", world_size=2)
+
+
+def test_a_preset_may_carry_a_key_of_another_script():
+    assert compose_config(name="L2_lingua_70b", script="train_fsdp2_cp", world_size=32).cp_size == 2
+    assert compose_config(name="L2_lingua_70b", script="train_fsdp2", world_size=32).cp_size == 1
 
 
 def test_resolved_config_is_complete(tmp_path):

@@ -401,6 +401,7 @@ def test_every_record_of_an_epoch_is_read_once_over_two_groups_of_two(tmp_path):
     config = compose_config(
         [
             f"dataset.load_dataset_kwargs={{path: {tmp_path}/records.parquet}}",
+            "cp_size=2",
             "dataset.micro_batch_size=2",
             "dataset.max_seq_length=32",
             "dataset.num_shards=4",
@@ -467,11 +468,12 @@ def test_script_resumes_with_another_number_of_ranks(tmp_path):
 )
 def test_broken_rule_names_value_and_fix(overrides, world_size, message):
     with pytest.raises(ConfigError, match=message):
-        compose_config(overrides, name="L0_sanity_cp", script="train_fsdp2_cp", world_size=world_size)
+        compose_config(["cp_size=2", *overrides], name="L0_sanity_cp", script="train_fsdp2_cp", world_size=world_size)
 
 
 def test_shards_follow_the_data_parallel_size():
-    compose_config(["dataset.num_shards=4"], name="L0_sanity_cp", script="train_fsdp2_cp", world_size=8)
+    overrides = ["cp_size=2", "dataset.num_shards=4"]
+    compose_config(overrides, name="L0_sanity_cp", script="train_fsdp2_cp", world_size=8)
 
 
 def test_other_scripts_refuse_cp_size():
