@@ -16,9 +16,9 @@ import torch
 
 IGNORE_INDEX = -100
 
-# Logits held at a time. On a GPU large enough to keep the tensor cores busy at any vocabulary (0.75 GiB in BF16);
+# Logits held at a time. On a GPU large enough to keep the tensor cores busy at any vocabulary (0.5 GiB in BF16);
 # on a CPU small enough to stay near the caches.
-LOGITS_PER_CHUNK = {"cuda": 3 * 2**27, "cpu": 2**21}
+LOGITS_PER_CHUNK = {"cuda": 2**28, "cpu": 2**21}
 
 
 def softmax_gradient_(logits_cV: torch.Tensor, targets_c: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

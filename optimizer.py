@@ -65,17 +65,21 @@ class AdamW(torch.optim.AdamW):
         if not params[0].is_cuda:
             super().step()
             return
-        from optimizer_kernel import adamw_  # Triton comes with torch's CUDA builds only
+        from optimizer_kernel import adamw_, bias_corrections  # Triton comes with torch's CUDA builds only
 
         initialize_state(self)
         divisor = torch.ones((), device=params[0].device) if self.grad_scale is None else self.grad_scale
         torch._foreach_add_([self.state[param]["step"] for param in params], 1.0)
         for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and local_tensor(param).numel():
-                    state = self.state[param]
-                    tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
-                    adamw_(*map(local_tensor, tensors), state["step"], divisor, group)
+            trained = [param for param in group["params"] if param.grad is not None]
+            if not trained:
+                continue
+            corrections = bias_corrections([self.state[param]["step"] for param in trained], group["betas"])
+            for param, correction in zip(trained, corrections.unbind(), strict=True):
+                state = self.state[param]
+                tensors = [local_tensor(t) for t in (param, param.grad, state["exp_avg"], state["exp_avg_sq"])]
+                if tensors[0].numel():
+                    adamw_(*tensors, correction, divisor, group)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

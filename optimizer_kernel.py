@@ -21,33 +21,38 @@ def _adamw_kernel(
     g_ptr,
     m_ptr,
     v_ptr,
-    step_ptr,
+    corrections_ptr,
     divisor_ptr,
     numel,
     lr,
-    beta1,
-    beta2,
-    eps,
     weight_decay,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    eps,
     BLOCK: tl.constexpr,
 ):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < numel
-    step = tl.load(step_ptr)
-    correction1 = 1.0 - tl.exp2(step * tl.log2(beta1))
-    correction2 = 1.0 - tl.exp2(step * tl.log2(beta2))
+    correction1, correction2 = tl.load(corrections_ptr), tl.load(corrections_ptr + 1)
 
     g = tl.load(g_ptr + offsets, mask=mask).to(tl.float32) / tl.load(divisor_ptr)
     m = tl.load(m_ptr + offsets, mask=mask).to(tl.float32)
     v = tl.load(v_ptr + offsets, mask=mask).to(tl.float32)
     p = tl.load(p_ptr + offsets, mask=mask).to(tl.float32)
-    m += (1.0 - beta1) * (g - m)
-    v = beta2 * v + (1.0 - beta2) * g * g
-    p *= 1.0 - lr * weight_decay
+    m += one_minus_beta1 * (g - m)
+    v = beta2 * v + one_minus_beta2 * g * g
+    p -= lr * weight_decay * p
     p -= lr / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
     tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=mask)
     tl.store(m_ptr + offsets, m.to(m_ptr.dtype.element_ty), mask=mask)
     tl.store(v_ptr + offsets, v.to(v_ptr.dtype.element_ty), mask=mask)
+
+
+def bias_corrections(steps: list[torch.Tensor], betas: tuple[float, float]) -> torch.Tensor:
+    """[parameters, 2] FP32: 1 - b1^t and 1 - b2^t; in double precision, because 1 - 0.999 is small."""
+    powers = torch.stack(steps).double().unsqueeze(1)
+    return (1 - torch.tensor(betas, dtype=torch.float64).to(powers.device, non_blocking=True) ** powers).float()
 
 
 def adamw_(
@@ -55,7 +60,7 @@ def adamw_(
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    step: torch.Tensor,
+    corrections: torch.Tensor,
     divisor: torch.Tensor,
     group: dict,
 ) -> None:
@@ -63,7 +68,7 @@ def adamw_(
 
     Args:
         param, grad, exp_avg, exp_avg_sq: of one shape, contiguous in memory in the same order, any float dtypes.
-        step: FP32 scalar on the device, this step included.
+        corrections: FP32 [2], a row of :func:`bias_corrections`.
         divisor: FP32 scalar on the device, what the gradient is divided by.
         group: the parameter group: lr, betas, eps, weight_decay.
     """
@@ -74,14 +79,15 @@ def adamw_(
         grad,
         exp_avg,
         exp_avg_sq,
-        step,
+        corrections,
         divisor,
         param.numel(),
         group["lr"],
-        beta1,
-        beta2,
-        group["eps"],
         group["weight_decay"],
+        beta2,
+        1 - beta1,
+        1 - beta2,
+        group["eps"],
         BLOCK=block,
         num_warps=8,
     )
