@@ -47,6 +47,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
 from config import CheckpointConfig
+from export import is_project_model, write_model_code
 from optimizer import initialize_state
 from scheduler import set_completed_steps
 
@@ -257,7 +258,10 @@ class _CommittingWriter(dcp.FileSystemWriter):
 
 
 def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike) -> None:
-    """Writes safetensors (several files above 5 GB), ``config.json`` and the tokenizer for ``from_pretrained``.
+    """Writes safetensors (several files above 5 GB), ``config.json``, the model's code and the tokenizer.
+
+    The folder loads by ``from_pretrained`` of the model's class, and of ``AutoModelForCausalLM`` and the like with
+    ``trust_remote_code=True``.
 
     Every rank calls it. Weights keep their dtype; sharded ones are gathered one by one into rank 0's CPU memory. An
     existing folder is replaced once the new one is whole.
@@ -284,6 +288,8 @@ def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path:
         for leftover in (staging, replaced):
             shutil.rmtree(leftover, ignore_errors=True)
         model.save_pretrained(staging, state_dict=weights, max_shard_size="5GB")
+        if is_project_model(model):
+            write_model_code(staging, type(model).__name__)
         tokenizer.save_pretrained(staging)
         for file in staging.iterdir():
             _sync_to_disk(file)

@@ -149,6 +149,9 @@ class TrainConfig:
         default_factory=lambda: {"attn_input_format": None, "self_attn_mask_type": None}
     )
     """Overrides of the model config's fields; null keeps the model config's (or the derived) value."""
+    init_from_pretrained: str | None = None
+    """Start from the weights of this folder, in TE's layout (``convert.py hf-to-te``, or a ``final_model``), or, with
+    use_te=false, in Hugging Face's; null: random weights. Set config_name_or_path to the same folder."""
     num_train_steps: int = 1000
     """Optimiser steps in all, also counted across resumed runs."""
     grad_acc_steps: int = 1
@@ -363,6 +366,14 @@ def find_problems(config: TrainConfig, world_size: int) -> list[str]:
     ]:
         local = path.startswith((".", "/", "~"))
         require(not local or Path(project_path(path)).exists(), f"{name}={path!r}: no such file or folder.")
+
+    if config.init_from_pretrained is not None:
+        folder = Path(project_path(config.init_from_pretrained))
+        require(
+            (folder / "config.json").is_file(),
+            f"init_from_pretrained={config.init_from_pretrained!r} is no folder with a config.json: give a local model "
+            "folder (python convert.py hf-to-te downloads and converts one from the Hub).",
+        )
 
     validation = config.validation
     at_least("validation.every_n_steps", validation.every_n_steps, 0)

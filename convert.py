@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel
 
 from convert_map import HF_TO_TE, LAYOUTS, TE_TO_HF, TensorMap, check_tied, converted, num_rows, plan, some
+from export import write_model_code
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 
 
@@ -357,6 +358,8 @@ def convert_folder(
     with _complete_folder(destination) as partial:
         _write_weights(partial, table, tensors, max_shard_bytes)
         _write_json(partial / "config.json", target_config)
+        if direction == HF_TO_TE and config.model_type == "llama":
+            write_model_code(partial, target_config["architectures"][0])
         for name in COPIED_FILES:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, partial / name)

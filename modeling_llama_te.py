@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import te_backend
+from generation import CachedGenerationMixin, takes_padded_batches
 from loss import IGNORE_INDEX, linear_cross_entropy
 
 
@@ -121,9 +123,11 @@ class NVLlamaPreTrainedModel(PreTrainedModel):
     _keys_to_ignore_on_load_unexpected = [r"_extra_state$"]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Norm weights 1, matrices N(0, initializer_range). Training initialises with weight_init.py instead."""
-        for parameter in module.parameters(recurse=False):
-            if parameter.ndim == 1:
+        """Norm weights 1, biases 0, matrices N(0, initializer_range). Training has weight_init.py instead."""
+        for name, parameter in module.named_parameters(recurse=False):
+            if name == "bias":
+                init.zeros_(parameter)
+            elif parameter.ndim == 1:
                 init.ones_(parameter)
             else:
                 init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
@@ -165,6 +169,7 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
         self._checkpoint = te.checkpoint
         self.post_init()
 
+    @takes_padded_batches
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -176,8 +181,9 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         pad_between_seqs: bool | None = None,
+        inference_params: Any = None,
         **kwargs: Any,
-    ) -> BaseModelOutput:
+    ) -> BaseModelOutputWithPast:
         """[B, S] or [1, T] tokens -> final hidden states [B, S, D] or [1, T, D].
 
         Args:
@@ -187,7 +193,9 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
             max_length_q, max_length_k: an upper bound of the lengths; for bshd only where a rank holds chunks of the
                 sequences (context_parallel.py): S of the whole sequences.
             pad_between_seqs: thd: whether documents are padded apart; TE must be told, it does not find out by itself.
-            kwargs: the batch's other keys (``attention_mask``: padding is on the right, where a causal mask hides it).
+            inference_params: the backend's KV cache, for which the tokens are new; ``past_key_values`` sets it.
+            kwargs: the batch's other keys. ``attention_mask``: padding is on the right, where a causal mask hides it;
+                elsewhere only in evaluation, see :func:`generation.takes_padded_batches`.
         """
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.attn_input_format == "thd":
@@ -208,10 +216,15 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
             }
         else:
             layer_kwargs = {"rotary_pos_emb": self.rotary(max_length_q or hidden.shape[1], hidden.device)}
+        if inference_params is not None:
+            layer_kwargs["inference_params"] = inference_params
+            layer_kwargs["rotary_pos_emb"] = self.rotary(inference_params.max_sequence_length, hidden.device)
+            if self.config.attn_input_format == "bshd":
+                layer_kwargs["self_attn_mask_type"] = "padding_causal"  # TE's KV cache takes no other
         for index, layer in enumerate(self.layers):
             hidden = self._run(index, layer, hidden, layer_kwargs)
         hidden = self.norm(hidden)
-        return BaseModelOutput(last_hidden_state=hidden.unsqueeze(0) if hidden.ndim == 2 else hidden)
+        return BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0) if hidden.ndim == 2 else hidden)
 
     def _run(self, index: int, layer: nn.Module, hidden: torch.Tensor, layer_kwargs: dict) -> torch.Tensor:
         mode = self.config.activation_checkpointing
@@ -220,7 +233,7 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
         return layer(hidden, **layer_kwargs)
 
 
-class NVLlamaForCausalLM(NVLlamaPreTrainedModel):
+class NVLlamaForCausalLM(CachedGenerationMixin, NVLlamaPreTrainedModel):
     """Llama with a language-model head; in training the logits are never materialised (loss.py)."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -245,6 +258,7 @@ class NVLlamaForCausalLM(NVLlamaPreTrainedModel):
         num_items_in_batch: torch.Tensor | float | None = None,
         output_logits: bool | None = None,
         logits_to_keep: int = 0,
+        attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutput:
         """Loss and, when asked for, logits.
@@ -257,9 +271,10 @@ class NVLlamaForCausalLM(NVLlamaPreTrainedModel):
                 call.
             output_logits: None: only without labels.
             logits_to_keep: logits of the last n positions only; 0: all.
+            attention_mask: 1 = token, 0 = padding: [B, S] or [1, T].
             kwargs: the batch's other keys, see :meth:`NVLlamaModel.forward`.
         """
-        hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
         if shift_labels is None and labels is not None:
             shift_labels = shift_within_sequences(
                 labels, kwargs.get("cu_seq_lens_q_padded", kwargs.get("cu_seq_lens_q"))
@@ -272,6 +287,37 @@ class NVLlamaForCausalLM(NVLlamaPreTrainedModel):
         if output_logits or (output_logits is None and loss is None):
             logits = self.lm_head(hidden[:, -logits_to_keep:])
         return CausalLMOutput(loss=loss, logits=logits)
+
+
+class NVLlamaForSequenceClassification(GenericForSequenceClassification, NVLlamaPreTrainedModel):
+    """``config.num_labels`` scores of a sequence, from its last token that is not ``config.pad_token_id``."""
+
+    def __init__(self, config: NVLlamaConfig):
+        NVLlamaPreTrainedModel.__init__(self, config)  # the generic one would look the model up in transformers
+        self.num_labels = config.num_labels
+        self.model = NVLlamaModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False, dtype=torch.get_default_dtype())
+        self.post_init()
+
+
+class NVLlamaForTokenClassification(GenericForTokenClassification, NVLlamaPreTrainedModel):
+    """``config.num_labels`` scores of every token; ``config.classifier_dropout`` (0.1) before the head."""
+
+    def __init__(self, config: NVLlamaConfig):
+        NVLlamaPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = NVLlamaModel(config)
+        dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, dtype=torch.get_default_dtype())
+        self.post_init()
+
+
+def __getattr__(name: str) -> Any:
+    """``from modeling_llama_te import InferenceParams``: that of the backend which ``te_backend=auto`` chooses here."""
+    if name == "InferenceParams":
+        return te_backend.resolve("auto").InferenceParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def shift_within_sequences(labels: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:

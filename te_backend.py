@@ -2,7 +2,7 @@
 
 ``resolve`` is called with a config value, never at import. What it returns has the names that the models and the train
 scripts use: ``TransformerLayer``, ``MultiheadAttention``, ``LayerNormMLP``, ``RMSNorm``, ``RotaryPositionEmbedding``,
-``autocast``, ``quantized_model_init``, ``checkpoint``, ``optimizers``.
+``InferenceParams``, ``autocast``, ``quantized_model_init``, ``checkpoint``, ``optimizers``.
 """
 
 import functools
@@ -14,10 +14,12 @@ from types import ModuleType
 
 import torch
 
+import te_reference
+
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = {"transformer_engine": "transformer_engine.pytorch", "reference": "te_reference"}
+BACKENDS = ("transformer_engine", "reference")
 
 
 def unavailable_reason() -> str | None:
@@ -46,9 +48,9 @@ def resolve(name: str = "auto") -> ModuleType:
         raise ValueError(f"te_backend=transformer_engine cannot run here: {reason}. Use te_backend=reference or auto.")
     if reason:
         logger.info("layers: te_reference (plain PyTorch): %s", reason)
-        return importlib.import_module(BACKENDS["reference"])
+        return te_reference
     logger.info("layers: TransformerEngine %s", importlib.metadata.version("transformer_engine"))
-    return importlib.import_module(BACKENDS["transformer_engine"])
+    return importlib.import_module("transformer_engine.pytorch")
 
 
 def layer_device() -> str:

@@ -60,7 +60,7 @@ def main(cfg: DictConfig) -> None:
     tokenizer = load_tokenizer(config.dataset.tokenizer_name_or_path)
     model_config = build_model_config(config, tokenizer)
     model = build_model(config, model_config, ctx.device)
-    initialize_weights(model, ctx.device, config.seed)
+    initialize_weights(model, ctx.device, config.seed, config.init_from_pretrained)
     model = replicate(model, ctx)
     parameters = list(model.parameters())
     optimizer = build_optimizer(model, config, te_backend.resolve(config.te_backend))

@@ -74,7 +74,7 @@ def main(cfg: DictConfig) -> None:
     model_config = build_model_config(config, tokenizer)
     model = build_model(config, model_config, ctx.device)
     shard(model, config, ctx)
-    initialize_weights(model, ctx.device, config.seed)
+    initialize_weights(model, ctx.device, config.seed, config.init_from_pretrained)
     parameters = list(model.parameters())
     optimizer = build_optimizer(model, config, te_backend.resolve(config.te_backend))
     scheduler = build_scheduler(optimizer, config.lr_scheduler_kwargs)

@@ -77,7 +77,7 @@ def main(cfg: DictConfig) -> None:
     model = build_model(config, model_config, ctx.device)
     set_context_parallel_group(model, cp, ctx.device)
     shard(model, ctx)
-    initialize_weights(model, ctx.device, config.seed)
+    initialize_weights(model, ctx.device, config.seed, config.init_from_pretrained)
     parameters = list(model.parameters())
     optimizer = build_optimizer(model, config, te_backend.resolve(config.te_backend))
     scheduler = build_scheduler(optimizer, config.lr_scheduler_kwargs)

@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the layout.
+"""Initial weights that do not depend on the layout: drawn from a seed, or those of another model.
 
 Every parameter is drawn whole, from a generator seeded by (seed, parameter name), and each rank keeps its shard of it.
 So one process, DDP and FSDP2 on any number of ranks, with or without the meta device, start from the same numbers; the
@@ -11,8 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from config import project_path
+from pretrained import load_weights
 
-def initialize_weights(model: nn.Module, device: torch.device, seed: int) -> None:
+
+def initialize_weights(
+    model: nn.Module, device: torch.device, seed: int, init_from_pretrained: str | None = None
+) -> None:
     """Gives every parameter memory on ``device`` and its initial value: norms 1, matrices N(0, initializer_range).
 
     Args:
@@ -20,6 +25,10 @@ def initialize_weights(model: nn.Module, device: torch.device, seed: int) -> Non
             device or not.
         device: where the parameters go.
         seed: with the parameter's name, the seed of its values.
+        init_from_pretrained: a folder to take all values from instead, see :func:`pretrained.load_weights`.
+
+    Raises:
+        ValueError: that folder does not hold this model's parameters.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
@@ -27,6 +36,9 @@ def initialize_weights(model: nn.Module, device: torch.device, seed: int) -> Non
             if module._buffers:
                 model._init_weights(module)  # Hugging Face's RoPE: to_empty left its buffers uninitialised
         model.tie_weights()
+    if init_from_pretrained is not None:
+        load_weights(model, project_path(init_from_pretrained))
+        return
     for name, parameter in model.named_parameters():
         _draw(parameter, name, seed, model.config.initializer_range)
 

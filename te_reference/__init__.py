@@ -9,12 +9,14 @@ honour fails instead of being ignored.
 from te_reference import optimizers
 from te_reference.attention import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding
 from te_reference.context import autocast, checkpoint, quantized_model_init
+from te_reference.inference import InferenceParams
 from te_reference.modules import LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from te_reference.transformer import TransformerLayer
 
 
 __all__ = [
     "DotProductAttention",
+    "InferenceParams",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",

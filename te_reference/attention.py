@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from te_reference.context_parallel import Document, Ring, ring_attention, zigzag_indices
+from te_reference.inference import InferenceParams
 from te_reference.modules import LayerNormLinear, Linear, _require
 
 
@@ -63,6 +64,7 @@ class DotProductAttention(nn.Module):
         attention_dropout: float = 0.0,
         qkv_format: str = "sbhd",
         attn_mask_type: str = "causal",
+        layer_number: int | None = None,
     ):
         super().__init__()
         _require(attention_dropout == 0.0, f"attention_dropout={attention_dropout}: te_reference has none.")
@@ -73,6 +75,7 @@ class DotProductAttention(nn.Module):
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
         self.scale = kv_channels**-0.5
+        self.layer_number = layer_number
         self._ring: Ring | None = None
 
     def set_context_parallel_group(
@@ -126,8 +129,14 @@ class DotProductAttention(nn.Module):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
         pad_between_seqs: bool | None = None,
+        inference_params: InferenceParams | None = None,
     ) -> torch.Tensor:
-        """[B, S, N, H] -> [B, S, N*H], or [T, N, H] -> [T, N*H]. Rows of padding between documents come back as 0."""
+        """[B, S, N, H] -> [B, S, N*H], or [T, N, H] -> [T, N*H]. Rows of padding between documents come back as 0.
+
+        With ``inference_params`` the tokens are new ones, and see those in the cache, too.
+        """
+        if inference_params is not None:
+            return self._with_cache(query_layer, key_layer, value_layer, inference_params).flatten(-2)
         if self._ring is not None:
             qkv = query_layer, key_layer, value_layer
             return self._over_ranks(*qkv, cu_seqlens_q, cu_seqlens_q_padded, pad_between_seqs)
@@ -168,12 +177,44 @@ class DotProductAttention(nn.Module):
         context = ring_attention(query[None], key[None], value[None], documents, ring, self.scale)
         return context[0].flatten(-2)
 
-    def _causal(self, q_BSNH: torch.Tensor, k_BSKH: torch.Tensor, v_BSKH: torch.Tensor) -> torch.Tensor:
+    def _with_cache(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inference_params: InferenceParams
+    ) -> torch.Tensor:
+        """Of [T, N, H] or, padded on the right, [B, S, N, H]: the same shape."""
+        _require(self._ring is None, "a KV cache needs whole sequences: no context parallelism.")
+        _require(self.layer_number is not None, "a KV cache needs layer_number: each layer has its own slot.")
+        keys_BSKH, values_BSKH = inference_params.step(self.layer_number, k, v)
+        if inference_params.decoding:
+            # A KV head's R queries share one position: as R rows of one product, keys need not be repeated.
+            q_BKRH = q.view(keys_BSKH.shape[0], self.num_gqa_groups, -1, q.shape[-1])
+            out_BKRH = F.scaled_dot_product_attention(
+                q_BKRH,
+                keys_BSKH.transpose(1, 2),
+                values_BSKH.transpose(1, 2),
+                attn_mask=inference_params.visible(q.device),
+                scale=self.scale,
+            )
+            return out_BKRH.reshape(q.shape)
+        if q.ndim == 4 and not any(inference_params.old_lengths):
+            return self._causal(q, k, v)
+        counts = inference_params.new_lengths
+        rows = q.split(counts) if q.ndim == 3 else q
+        out = torch.zeros_like(q)
+        out_rows = out.split(counts) if q.ndim == 3 else out
+        for row, (count, length) in enumerate(zip(counts, inference_params.sequences.values(), strict=True)):
+            k_row, v_row = keys_BSKH[row, None, :length], values_BSKH[row, None, :length]
+            # Either all tokens are new, or the only new one sees them all.
+            out_rows[row][:count] = self._causal(rows[row][None, :count], k_row, v_row, is_causal=count == length)[0]
+        return out
+
+    def _causal(
+        self, q_BSNH: torch.Tensor, k_BSKH: torch.Tensor, v_BSKH: torch.Tensor, is_causal: bool = True
+    ) -> torch.Tensor:
         repeat = self.num_attention_heads // self.num_gqa_groups
         if repeat > 1:  # sdpa's CPU kernel has no grouped queries of its own
             k_BSKH, v_BSKH = (x.repeat_interleave(repeat, dim=2) for x in (k_BSKH, v_BSKH))
         q, k, v = (x.transpose(1, 2) for x in (q_BSNH, k_BSKH, v_BSKH))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=self.scale).transpose(1, 2)
 
 
 class MultiheadAttention(nn.Module):
@@ -225,6 +266,7 @@ class MultiheadAttention(nn.Module):
             attention_dropout=attention_dropout,
             qkv_format=qkv_format,
             attn_mask_type=attn_mask_type,
+            layer_number=layer_number,
         )
         self.proj = Linear(num_attention_heads * self.head_dim, hidden_size, **factory)
         self.cp_size, self.cp_rank = 1, 0
@@ -249,6 +291,8 @@ class MultiheadAttention(nn.Module):
         cu_seqlens_q: torch.Tensor | None = None,
         cu_seqlens_q_padded: torch.Tensor | None = None,
         pad_between_seqs: bool | None = None,
+        attn_mask_type: str | None = None,
+        inference_params: InferenceParams | None = None,
         **attention_kwargs,
     ) -> torch.Tensor:
         """[B, S, D] or [T, D] -> the same shape; under context parallelism this rank's chunks of it.
@@ -257,17 +301,28 @@ class MultiheadAttention(nn.Module):
             hidden_states: [B, S, D] or [T, D].
             rotary_pos_emb: angles [positions, 1, 1, H] FP32, at least as many as the longest whole sequence has tokens.
             cu_seqlens_q, cu_seqlens_q_padded, pad_between_seqs, attention_kwargs: as :class:`DotProductAttention`.
+            attn_mask_type: with ``inference_params`` padding_causal, as TE wants it; None otherwise.
+            inference_params: the KV cache; the tokens are new ones, those of bshd padded on the right.
         """
+        expected = None if inference_params is None else "padding_causal"
+        _require(
+            attn_mask_type in (None, expected),
+            f"attn_mask_type={attn_mask_type!r}: only padding_causal with a KV cache.",
+        )
         R = self.queries_per_kv
         # [..., K, R+2, H]: the queries of a KV head, its key, its value.
         qkv = self.layernorm_qkv(hidden_states).unflatten(-1, (self.num_kv_heads, R + 2, self.head_dim))
         qk, value = qkv[..., : R + 1, :], qkv[..., R + 1, :]
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb[:, 0, 0, : self.head_dim // 2]
-            offsets = cu_seqlens_q_padded if pad_between_seqs else cu_seqlens_q
-            angles = angles[self._positions(hidden_states, offsets, angles.shape[0])]
-            angles = angles[:, None, None, :]  # token, KV head, query, H/2
-            qk = apply_rotary(qk, angles.cos(), angles.sin())
+            if inference_params is not None:
+                cos, sin = inference_params.rotation(angles, hidden_states)
+            else:
+                offsets = cu_seqlens_q_padded if pad_between_seqs else cu_seqlens_q
+                angles = angles[self._positions(hidden_states, offsets, angles.shape[0])]
+                angles = angles[:, None, None, :]  # token, KV head, query, H/2
+                cos, sin = angles.cos(), angles.sin()
+            qk = apply_rotary(qk, cos, sin)
         query, key = qk[..., :R, :].flatten(-3, -2), qk[..., R, :]
         context = self.core_attention(
             query,
@@ -276,6 +331,7 @@ class MultiheadAttention(nn.Module):
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_q_padded=cu_seqlens_q_padded,
             pad_between_seqs=pad_between_seqs,
+            inference_params=inference_params,
             **attention_kwargs,
         )
         return self.proj(context)

@@ -71,7 +71,12 @@ class TransformerLayer(nn.Module):
         """As :meth:`te_reference.attention.DotProductAttention.set_context_parallel_group`."""
         self.self_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
-    def forward(self, hidden_states: torch.Tensor, **attention_kwargs) -> torch.Tensor:
-        """[B, S, D] or [T, D] -> the same shape; keyword arguments as in :class:`MultiheadAttention`."""
-        hidden_states = hidden_states + self.self_attention(hidden_states, **attention_kwargs)
+    def forward(
+        self, hidden_states: torch.Tensor, self_attn_mask_type: str | None = None, **attention_kwargs
+    ) -> torch.Tensor:
+        """[B, S, D] or [T, D] -> the same shape; keyword arguments as in :class:`MultiheadAttention`, whose
+        ``attn_mask_type`` is ``self_attn_mask_type`` here."""
+        hidden_states = hidden_states + self.self_attention(
+            hidden_states, attn_mask_type=self_attn_mask_type, **attention_kwargs
+        )
         return hidden_states + self.layernorm_mlp(hidden_states)

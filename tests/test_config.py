@@ -15,9 +15,10 @@ def compose_config(overrides=(), name="L0_sanity", family="llama", script="train
 
 @pytest.mark.parametrize("path", sorted((PROJECT_DIR / "hydra_config" / "llama").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_shipped_config_is_valid(path):
+    overrides = ["init_from_pretrained=./model_configs/llama-genome-tiny"] if path.stem == "L0_finetune" else []
     shared = path.stem.endswith("_cp")
     config = compose_config(
-        name=path.stem, script="train_fsdp2_cp" if shared else "train_fsdp2", world_size=1 + 3 * shared
+        overrides, path.stem, script="train_fsdp2_cp" if shared else "train_fsdp2", world_size=1 + 3 * shared
     )
     assert config.num_train_steps > 0
 
@@ -46,6 +47,7 @@ def test_wrong_type_is_an_error():
         (["te_backend=tpu"], "te_backend='tpu' is not one of"),
         (["dtype=float16"], "dtype='float16'"),
         (["config_name_or_path=./nowhere"], "no such file or folder"),
+        (["init_from_pretrained=./nowhere"], "init_from_pretrained='./nowhere' is no folder with a config.json"),
         (["dataset.tokenizer_name_or_path=./nowhere"], "no such file or folder"),
         (["checkpoint.save_every_n_steps=5"], "needs checkpoint.ckpt_dir"),
         (["checkpoint.resume_from_checkpoint=true"], "needs checkpoint.ckpt_dir"),

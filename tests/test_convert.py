@@ -276,7 +276,9 @@ def test_folder_to_te(name, tmp_path):
     (tmp_path / "hf" / "pytorch_model.bin").write_bytes(b"not copied")
     convert_folder("hf-to-te", tmp_path / "hf", tmp_path / "new" / "te")
     files = {path.name for path in (tmp_path / "new" / "te").iterdir()}
-    assert files == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    code = {name for name in files if name.endswith(".py")}
+    assert files - code == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert "modeling_llama_te.py" in code
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["te"]
     config = NVLlamaConfig.from_pretrained(tmp_path / "new" / "te", te_backend="reference")
     assert config.architectures == ["NVLlamaForCausalLM"]
