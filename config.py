@@ -142,6 +142,20 @@ class SchedulerConfig:
 
 
 @dataclass
+class ParallelismConfig:
+    dp_size: int | None = None
+    """Ranks over which each expert is sharded; null: world size / ep_size (1 if that is null too)."""
+    ep_size: int | None = None
+    """Ranks that share the experts of a layer, each holding 1/ep_size of them; null: world size / dp_size."""
+
+    def sizes(self, world_size: int) -> tuple[int, int]:
+        """(dp, ep) of a run on ``world_size`` processes."""
+        if self.ep_size is not None:
+            return self.dp_size or world_size // self.ep_size, self.ep_size
+        return self.dp_size or 1, world_size // (self.dp_size or 1)
+
+
+@dataclass
 class TrainConfig:
     config_name_or_path: str = "./model_configs/llama-genome-tiny"
     """Model config: a folder, a JSON file or a Hub name."""
@@ -182,6 +196,7 @@ class TrainConfig:
     """Context parallelism: ranks that share every sequence. Data-parallel size = world size / this."""
     cp_comm_type: str = "p2p"
     """How TE's attention communicates over those ranks: p2p, all_gather, a2a or a2a+p2p (context_parallel.py)."""
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     adamw_kwargs: AdamWConfig = field(default_factory=AdamWConfig)
@@ -202,6 +217,7 @@ SCRIPT_KEYS = {
     "hsdp_replicate_size": {"train_fsdp2"},
     "cp_size": {"train_fsdp2_cp"},
     "cp_comm_type": {"train_fsdp2_cp"},
+    "parallelism": {"train_fsdp2_ep"},
 }
 
 
@@ -324,6 +340,16 @@ def find_problems(config: TrainConfig, world_size: int) -> list[str]:
             config.dataset.token_micro_batch_size is None or config.dataset.token_micro_batch_size % chunks == 0,
             f"dataset.token_micro_batch_size={config.dataset.token_micro_batch_size} is not a multiple of "
             f"2 * cp_size = {chunks}.",
+        )
+
+    at_least("parallelism.dp_size", config.parallelism.dp_size, 1)
+    at_least("parallelism.ep_size", config.parallelism.ep_size, 1)
+    if 0 not in (config.parallelism.dp_size, config.parallelism.ep_size):
+        dp_size, ep_size = config.parallelism.sizes(world_size)
+        require(
+            dp_size * ep_size == world_size,
+            f"parallelism.dp_size * ep_size = {dp_size} * {ep_size} is not the world size {world_size}: start that "
+            "many processes, or leave one of them null.",
         )
 
     data = config.dataset

@@ -358,7 +358,7 @@ def convert_folder(
     with _complete_folder(destination) as partial:
         _write_weights(partial, table, tensors, max_shard_bytes)
         _write_json(partial / "config.json", target_config)
-        if direction == HF_TO_TE and config.model_type == "llama":
+        if direction == HF_TO_TE:
             write_model_code(partial, target_config["architectures"][0])
         for name in COPIED_FILES:
             if (folder / name).is_file():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
@@ -62,36 +62,42 @@ class NVLlamaConfig(LlamaConfig):
         Raises:
             ValueError: a field that no layer can honour.
         """
-        problems = []
-        if self.num_attention_heads % self.num_key_value_heads:
-            problems.append(
-                f"num_attention_heads={self.num_attention_heads} is not divisible by num_key_value_heads="
-                f"{self.num_key_value_heads}: choose a divisor."
-            )
-        if self.head_dim is None and self.hidden_size % self.num_attention_heads:
-            problems.append(
-                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={self.num_attention_heads}: "
-                "change one, or give head_dim."
-            )
-        if self.attn_input_format not in ("bshd", "thd"):
-            problems.append(f"attn_input_format={self.attn_input_format!r} is neither bshd nor thd.")
-        if self.hidden_act != "silu":
-            problems.append(f"hidden_act={self.hidden_act!r}: the layers have SwiGLU (silu) only.")
-        if self.rope_parameters["rope_type"] not in ROPE_TYPES:
-            problems.append(
-                f"rope_type={self.rope_parameters['rope_type']!r}: the layers have {', '.join(ROPE_TYPES)} RoPE."
-            )
+        problems = decoder_problems(self)
         if self.attention_bias or self.mlp_bias or self.attention_dropout:
             problems.append("attention_bias, mlp_bias and attention_dropout must be off: Llama's layers have none.")
         if problems:
             raise ValueError("invalid model config:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
+def decoder_problems(config: PretrainedConfig) -> list[str]:
+    """Broken rules of the fields that Llama's and Mixtral's layers share."""
+    problems = []
+    if config.num_attention_heads % config.num_key_value_heads:
+        problems.append(
+            f"num_attention_heads={config.num_attention_heads} is not divisible by num_key_value_heads="
+            f"{config.num_key_value_heads}: choose a divisor."
+        )
+    if config.head_dim is None and config.hidden_size % config.num_attention_heads:
+        problems.append(
+            f"hidden_size={config.hidden_size} is not divisible by num_attention_heads={config.num_attention_heads}: "
+            "change one, or give head_dim."
+        )
+    if config.attn_input_format not in ("bshd", "thd"):
+        problems.append(f"attn_input_format={config.attn_input_format!r} is neither bshd nor thd.")
+    if config.hidden_act != "silu":
+        problems.append(f"hidden_act={config.hidden_act!r}: the layers have SwiGLU (silu) only.")
+    if config.rope_parameters["rope_type"] not in ROPE_TYPES:
+        problems.append(
+            f"rope_type={config.rope_parameters['rope_type']!r}: the layers have {', '.join(ROPE_TYPES)} RoPE."
+        )
+    return problems
+
+
 class RotaryTable:
     """RoPE angles [S, 1, 1, H] FP32 for a model config, Llama 3 scaling included; computed once per length and
     device."""
 
-    def __init__(self, config: LlamaConfig, te: Any):
+    def __init__(self, config: PretrainedConfig, te: Any):
         self._te, self._config = te, config
         self._table: torch.Tensor | None = None
 
@@ -142,38 +148,57 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
         te = te_backend.resolve(config.te_backend)
         device, dtype = te_backend.layer_device(), torch.get_default_dtype()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
-        self.layers = nn.ModuleList(
-            te.TransformerLayer(
-                hidden_size=config.hidden_size,
-                ffn_hidden_size=config.intermediate_size,
-                num_attention_heads=config.num_attention_heads,
-                num_gqa_groups=config.num_key_value_heads,
-                kv_channels=config.head_dim,
-                layernorm_epsilon=config.rms_norm_eps,
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
-                layer_number=index + 1,
-                self_attn_mask_type=config.attention_mask_type,
-                attn_input_format=config.attn_input_format,
-                normalization="RMSNorm",
-                activation="swiglu",
-                bias=False,
-                fuse_qkv_params=True,
-                params_dtype=dtype,
-                device=device,
-            )
-            for index in range(config.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(self._build_layer(te, index) for index in range(config.num_hidden_layers))
         self.norm = te.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, params_dtype=dtype, device=device)
         self.rotary = RotaryTable(config, te)
         self._checkpoint = te.checkpoint
         self.post_init()
+
+    def _build_layer(self, te: Any, index: int) -> nn.Module:
+        config = self.config
+        return te.TransformerLayer(
+            hidden_size=config.hidden_size,
+            ffn_hidden_size=config.intermediate_size,
+            num_attention_heads=config.num_attention_heads,
+            num_gqa_groups=config.num_key_value_heads,
+            kv_channels=config.head_dim,
+            layernorm_epsilon=config.rms_norm_eps,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            layer_number=index + 1,
+            self_attn_mask_type=config.attention_mask_type,
+            attn_input_format=config.attn_input_format,
+            normalization="RMSNorm",
+            activation="swiglu",
+            bias=False,
+            fuse_qkv_params=True,
+            params_dtype=torch.get_default_dtype(),
+            device=te_backend.layer_device(),
+        )
 
     @takes_padded_batches
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """[B, S] or [1, T] tokens -> final hidden states [B, S, D] or [1, T, D].
+
+        Args:
+            input_ids: int64 tokens; or give ``inputs_embeds`` [..., D].
+            kwargs: the batch's other keys, see :meth:`_attention_kwargs`.
+        """
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden, layer_kwargs = self._attention_kwargs(hidden, **kwargs)
+        for index, layer in enumerate(self.layers):
+            hidden = self._run(index, layer, hidden, layer_kwargs)
+        hidden = self.norm(hidden)
+        return BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0) if hidden.ndim == 2 else hidden)
+
+    def _attention_kwargs(
+        self,
+        hidden: torch.Tensor,
         cu_seq_lens_q: torch.Tensor | None = None,
         cu_seq_lens_k: torch.Tensor | None = None,
         cu_seq_lens_q_padded: torch.Tensor | None = None,
@@ -183,11 +208,11 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
         pad_between_seqs: bool | None = None,
         inference_params: Any = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """[B, S] or [1, T] tokens -> final hidden states [B, S, D] or [1, T, D].
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The hidden states as the layers take them, [B, S, D] or [T, D], and the layers' keyword arguments.
 
         Args:
-            input_ids: int64 tokens; or give ``inputs_embeds`` [..., D].
+            hidden: embedded tokens, [B, S, D] or [1, T, D].
             cu_seq_lens_q, cu_seq_lens_k: thd: cumulative real lengths, int32 [documents + 1].
             cu_seq_lens_q_padded, cu_seq_lens_k_padded: thd: offsets in the buffer, where documents are padded apart.
             max_length_q, max_length_k: an upper bound of the lengths; for bshd only where a rank holds chunks of the
@@ -197,7 +222,6 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
             kwargs: the batch's other keys. ``attention_mask``: padding is on the right, where a causal mask hides it;
                 elsewhere only in evaluation, see :func:`generation.takes_padded_batches`.
         """
-        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.attn_input_format == "thd":
             if cu_seq_lens_q is None:
                 raise ValueError(
@@ -221,12 +245,9 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
             layer_kwargs["rotary_pos_emb"] = self.rotary(inference_params.max_sequence_length, hidden.device)
             if self.config.attn_input_format == "bshd":
                 layer_kwargs["self_attn_mask_type"] = "padding_causal"  # TE's KV cache takes no other
-        for index, layer in enumerate(self.layers):
-            hidden = self._run(index, layer, hidden, layer_kwargs)
-        hidden = self.norm(hidden)
-        return BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0) if hidden.ndim == 2 else hidden)
+        return hidden, layer_kwargs
 
-    def _run(self, index: int, layer: nn.Module, hidden: torch.Tensor, layer_kwargs: dict) -> torch.Tensor:
+    def _run(self, index: int, layer: nn.Module, hidden: torch.Tensor, layer_kwargs: dict) -> Any:
         mode = self.config.activation_checkpointing
         if torch.is_grad_enabled() and (mode == "full" or (mode == "selective" and index % 2 == 0)):
             return self._checkpoint(layer, hidden, use_reentrant=False, **layer_kwargs)

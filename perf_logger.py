@@ -19,7 +19,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -335,6 +335,7 @@ class PerfLogger:
         num_unpadded_tokens: int,
         sum_seq_len_squared: int,
         validation_loss: torch.Tensor | float | None = None,
+        more_metrics: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         """Counts a finished optimiser step, and logs it if it is one to log. Every rank calls it.
 
@@ -351,6 +352,7 @@ class PerfLogger:
                 rank's share of it.
             validation_loss: nats per valid token, where validation ran after this step; the same on every rank, or None
                 on every rank.
+            more_metrics: further JSON values, asked for at a logged step only.
         """
         assert step == self._step + 1, f"step {step} does not follow step {self._step}"
         self._step = step
@@ -389,6 +391,8 @@ class PerfLogger:
         }
         if validation_loss is not None:
             metrics["validation_loss"] = float(validation_loss)
+        if more_metrics is not None:
+            metrics |= more_metrics()
         self._window, self._logged_step = [0, 0, 0], step
         self._run_tokens_per_gpu += unpadded_tokens / gpus
         self._run_seconds += seconds

@@ -2,7 +2,8 @@
 
 ``resolve`` is called with a config value, never at import. What it returns has the names that the models and the train
 scripts use: ``TransformerLayer``, ``MultiheadAttention``, ``LayerNormMLP``, ``RMSNorm``, ``RotaryPositionEmbedding``,
-``InferenceParams``, ``autocast``, ``quantized_model_init``, ``checkpoint``, ``optimizers``.
+``InferenceParams``, ``autocast``, ``quantized_model_init``, ``checkpoint``, ``optimizers``; for mixtures of experts ``ops``,
+``router`` and ``moe_*``.
 """
 
 import functools
@@ -50,7 +51,9 @@ def resolve(name: str = "auto") -> ModuleType:
         logger.info("layers: te_reference (plain PyTorch): %s", reason)
         return te_reference
     logger.info("layers: TransformerEngine %s", importlib.metadata.version("transformer_engine"))
-    return importlib.import_module("transformer_engine.pytorch")
+    te = importlib.import_module("transformer_engine.pytorch")
+    importlib.import_module("transformer_engine.pytorch.router")  # te.router: TE does not import it by itself
+    return te
 
 
 def layer_device() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collator import Batch
 from config import TrainConfig, project_path
@@ -30,22 +30,33 @@ def model_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     return getattr(torch, auto if config.dtype == "auto" else config.dtype)
 
 
-def build_model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    """The model config that a run trains.
+def build_model_config(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, te_class: type[PretrainedConfig] = NVLlamaConfig
+) -> PretrainedConfig:
+    """The model config that a run trains: of ``te_class``, or plain ``LlamaConfig`` with ``use_te=false``.
 
     Raises:
-        ValueError: the vocabulary cannot hold the tokenizer's ids, windows exceed the model's positions, a field that
-            the layers cannot honour, or head counts that ``cp_comm_type`` cannot hand out.
+        ValueError: a model of another kind, the vocabulary cannot hold the tokenizer's ids, windows exceed the model's
+            positions, a field that the layers cannot honour, or head counts that ``cp_comm_type`` cannot hand out.
     """
     overrides = {key: value for key, value in config.config_kwargs.items() if value is not None}
     if config.use_te:
-        config_class = NVLlamaConfig
+        config_class = te_class
         overrides["attn_input_format"] = "thd" if config.use_sequence_packing else "bshd"
         overrides["te_backend"] = config.te_backend
         overrides["activation_checkpointing"] = config.activation_checkpointing
+    elif te_class is not NVLlamaConfig:
+        raise ValueError(f"use_te=false trains Llama only, this script trains {te_class.model_type}: set use_te=true.")
     else:
         config_class = LlamaConfig
-    model_config = config_class.from_pretrained(project_path(config.config_name_or_path), **overrides)
+    path = project_path(config.config_name_or_path)
+    model_type = PretrainedConfig.get_config_dict(path)[0].get("model_type")
+    if model_type != config_class.model_type:
+        raise ValueError(
+            f"config_name_or_path={config.config_name_or_path!r} is a {model_type} model, and this script trains "
+            f"{config_class.model_type}: train_fsdp2_ep.py is for mixtral, the others are for llama."
+        )
+    model_config = config_class.from_pretrained(path, **overrides)
     unknown = [key for key in overrides if not hasattr(config_class(), key)]
     if unknown:
         raise ValueError(f"config_kwargs: {', '.join(unknown)}: {config_class.__name__} has no such field.")
@@ -66,14 +77,20 @@ def build_model_config(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) 
     return model_config
 
 
-def build_model(config: TrainConfig, model_config: LlamaConfig, device: torch.device) -> nn.Module:
-    """The model, on the meta device or on ``device``; call weight_init.initialize_weights next."""
+def build_model(
+    config: TrainConfig,
+    model_config: PretrainedConfig,
+    device: torch.device,
+    te_class: type[PreTrainedModel] = NVLlamaForCausalLM,
+) -> nn.Module:
+    """The model (of ``te_class``, or plain ``LlamaForCausalLM`` with ``use_te=false``), on the meta device or on
+    ``device``; call weight_init.initialize_weights next."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(model_dtype(config, device))
     try:
         with torch.device("meta" if config.use_meta_device else device):
             if config.use_te:
-                model = NVLlamaForCausalLM(model_config)
+                model = te_class(model_config)
             else:
                 model = LlamaForCausalLM(model_config)
                 if config.activation_checkpointing != "off":

@@ -6,11 +6,17 @@ or any other torch device. Arguments that the recipe never uses are not accepted
 honour fails instead of being ignored.
 """
 
-from te_reference import optimizers
+from te_reference import ops, optimizers, router
 from te_reference.attention import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding
 from te_reference.context import autocast, checkpoint, quantized_model_init
 from te_reference.inference import InferenceParams
 from te_reference.modules import LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from te_reference.permutation import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_unpermute,
+)
 from te_reference.transformer import TransformerLayer
 
 
@@ -26,6 +32,12 @@ __all__ = [
     "TransformerLayer",
     "autocast",
     "checkpoint",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_unpermute",
+    "ops",
     "optimizers",
     "quantized_model_init",
+    "router",
 ]
