@@ -26,11 +26,19 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from convert_map import HF_TO_TE, LAYOUTS, TE_TO_HF, TensorMap, check_tied, converted, num_rows, plan, some
 from export import write_model_code
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
+from modeling_mixtral_te import NVMixtralConfig, NVMixtralForCausalLM
 
 
 logger = logging.getLogger(__name__)
@@ -41,7 +49,10 @@ FAMILIES = {
     "mixtral": (MixtralConfig, "MixtralForCausalLM", "NVMixtralForCausalLM"),
 }
 # What a config.json of this project has beyond Hugging Face's.
-TE_CONFIG_KEYS = ("attn_input_format", "self_attn_mask_type", "te_backend", "activation_checkpointing", "auto_map")
+TE_CONFIG_KEYS = (
+    *("attn_input_format", "self_attn_mask_type", "te_backend", "activation_checkpointing", "auto_map"),
+    *("router_z_loss_coef", "router_bias_update_rate", "expert_token_alignment", "fused_grouped_mlp"),
+)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 COPIED_FILES = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "added_tokens.json"),
@@ -96,10 +107,7 @@ def convert_llama_hf_to_te(model_hf: LlamaForCausalLM, **config_kwargs: Any) -> 
     Raises:
         ValueError: several dtypes; an unknown field; a model that the TE layers cannot express.
     """
-    if unknown := config_kwargs.keys() - NVLlamaConfig().to_dict().keys():
-        raise ValueError(f"{some(sorted(unknown))}: not a field of NVLlamaConfig.")
-    config = NVLlamaConfig(**{**model_hf.config.to_dict(), **config_kwargs})
-    return _convert_model(HF_TO_TE, model_hf, NVLlamaForCausalLM, config)
+    return _convert_model(HF_TO_TE, model_hf, NVLlamaForCausalLM, _te_config(model_hf, NVLlamaConfig, config_kwargs))
 
 
 def convert_llama_te_to_hf(model_te: NVLlamaForCausalLM) -> LlamaForCausalLM:
@@ -108,8 +116,28 @@ def convert_llama_te_to_hf(model_te: NVLlamaForCausalLM) -> LlamaForCausalLM:
     Raises:
         ValueError: parameters of several dtypes.
     """
-    config = LlamaConfig(**{k: v for k, v in model_te.config.to_dict().items() if k not in TE_CONFIG_KEYS})
-    return _convert_model(TE_TO_HF, model_te, LlamaForCausalLM, config)
+    return _convert_model(TE_TO_HF, model_te, LlamaForCausalLM, _hf_config(model_te, LlamaConfig))
+
+
+def convert_mixtral_hf_to_te(model_hf: MixtralForCausalLM, **config_kwargs: Any) -> NVMixtralForCausalLM:
+    """As :func:`convert_llama_hf_to_te`, for Mixtral."""
+    config = _te_config(model_hf, NVMixtralConfig, config_kwargs)
+    return _convert_model(HF_TO_TE, model_hf, NVMixtralForCausalLM, config)
+
+
+def convert_mixtral_te_to_hf(model_te: NVMixtralForCausalLM) -> MixtralForCausalLM:
+    """As :func:`convert_llama_te_to_hf`, for Mixtral."""
+    return _convert_model(TE_TO_HF, model_te, MixtralForCausalLM, _hf_config(model_te, MixtralConfig))
+
+
+def _te_config(model_hf: PreTrainedModel, config_class: type, config_kwargs: dict[str, Any]) -> PreTrainedConfig:
+    if unknown := config_kwargs.keys() - config_class().to_dict().keys():
+        raise ValueError(f"{some(sorted(unknown))}: not a field of {config_class.__name__}.")
+    return config_class(**{**model_hf.config.to_dict(), **config_kwargs})
+
+
+def _hf_config(model_te: PreTrainedModel, config_class: type) -> PreTrainedConfig:
+    return config_class(**{k: v for k, v in model_te.config.to_dict().items() if k not in TE_CONFIG_KEYS})
 
 
 def _convert_model(

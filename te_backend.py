@@ -2,8 +2,8 @@
 
 ``resolve`` is called with a config value, never at import. What it returns has the names that the models and the train
 scripts use: ``TransformerLayer``, ``MultiheadAttention``, ``LayerNormMLP``, ``RMSNorm``, ``RotaryPositionEmbedding``,
-``InferenceParams``, ``autocast``, ``quantized_model_init``, ``checkpoint``, ``optimizers``; for mixtures of experts ``ops``,
-``router`` and ``moe_*``.
+``InferenceParams``, ``autocast``, ``quantized_model_init``, ``checkpoint``, ``optimizers``; for mixtures of experts
+``ops``, ``router`` and ``moe_*``.
 """
 
 import functools

@@ -1,5 +1,6 @@
 """NVMixtralForCausalLM against Hugging Face's MixtralForCausalLM with the same weights, FP32, CPU."""
 
+import copy
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import mixture_of_experts
+from convert import convert_mixtral_hf_to_te, convert_mixtral_te_to_hf
 from modeling_mixtral_te import NVMixtralConfig, NVMixtralForCausalLM
 
 
@@ -270,3 +272,19 @@ def test_saves_and_loads(hf, tmp_path):
 def test_bad_configs_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         NVMixtralConfig(**FIELDS | fields).check()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_converted_model_generates_hugging_faces_tokens(hf, layout):
+    """convert.py's model, with its KV cache, prompts padded on the left; and back again, byte for byte."""
+    hf = copy.deepcopy(hf).eval()
+    hf.config.output_router_logits = False
+    model = convert_mixtral_hf_to_te(hf, attn_input_format=layout, te_backend="reference")
+    ids = torch.randint(1, FIELDS["vocab_size"], (2, 7), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = hf.generate(input_ids=ids, attention_mask=mask, **options)
+    assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, **options), expected)
+    back = convert_mixtral_te_to_hf(model).state_dict()
+    assert all(torch.equal(tensor, back[name]) for name, tensor in hf.state_dict().items())
