@@ -253,7 +253,8 @@ def random_hadamard_transform(x_TC: torch.Tensor) -> torch.Tensor:
     signs = torch.tensor(RHT_SIGNS, dtype=torch.float32, device=x_TC.device)
     M = signs[:, None] * (1.0 - 2.0 * odd) / 4
     T, C = x_TC.shape
-    return torch.matmul(M.T, x_TC.view(T // RHT_SIZE, RHT_SIZE, C)).bfloat16().float().view(T, C)
+    transformed = torch.matmul(M.T, x_TC.view(T // RHT_SIZE, RHT_SIZE, C)).bfloat16().float().view(T, C)
+    return transformed + 0.0  # a tensor core's sum starts at +0: what is zero is +0, also where it was rounded to it
 
 
 def _split_blocks(x_RC: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Mixtral on a GPU: TransformerEngine against the reference backend with the same weights, BF16; several ranks."""
 
 import json
+import os
 
 import pytest
 import torch
 
+import te_backend
 from dist_utils import run_script
 from modeling_mixtral_te import NVMixtralConfig, NVMixtralForCausalLM
 from weight_init import initialize_weights
@@ -77,7 +79,9 @@ def test_fifty_training_steps_agree():
     losses = {}
     for backend in BACKENDS:
         model = build(backend)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        # FP32 masters: without them a last bit decides whether a BF16 weight moves at all.
+        te = te_backend.resolve(backend)
+        optimizer = te.optimizers.FusedAdam(model.parameters(), lr=3e-4, master_weights=True)
         losses[backend] = []
         for step in range(50):
             output = model(**make_batch(seed=step))
@@ -85,7 +89,7 @@ def test_fifty_training_steps_agree():
             optimizer.step()
             optimizer.zero_grad()
             losses[backend].append(output.lm_loss.item())
-    assert losses["reference"][-1] < 0.8 * losses["reference"][0]  # it learns
+    assert losses["reference"][-1] < 0.9 * losses["reference"][0]  # it learns
     assert losses["transformer_engine"] == pytest.approx(losses["reference"], rel=5e-3)
 
 
@@ -134,7 +138,9 @@ def test_fused_mlp_says_what_is_missing():
     ],
 )
 def test_two_ranks_train_as_one_process_does(tmp_path, layout, batches):
-    """NCCL; on one card only if the NCCL library lets ranks share it."""
+    """NCCL, one rank a card; or sharing one where the NCCL library lets them (NCCL_MULTI_RANK_GPU_ENABLE=1)."""
+    if torch.cuda.device_count() < 2 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        pytest.skip("needs two GPUs, or an NCCL that lets two ranks share one")
     losses = {}
     for world_size in (1, 2):
         argv = ["--config-name=L0_sanity", "num_train_steps=10", "dataset.micro_batch_size=2", batches]
