@@ -17,7 +17,9 @@ a warning. The newest is the one committed last, not the one with the largest N:
 folder must not continue, or be pruned in favour of, the older run.
 
 Hyperparameters are not stored: a resumed run follows its own config (learning rate, betas, schedule) and gets from the
-checkpoint what no config can say: weights, moments, masters, step counts.
+checkpoint what no config can say: weights, moments, masters, step counts. Of a parameter held in a compute format the
+FP32 master is stored, and the parameter quantised from it again (quantized_parameters.py). Scales and amax histories of
+delayed scaling are ``scaling.<module>.<tensor>``.
 """
 
 import json
@@ -49,6 +51,7 @@ from transformers import PreTrainedTokenizerBase
 from config import CheckpointConfig
 from export import is_project_model, write_model_code
 from optimizer import initialize_state
+from quantized_parameters import delayed_scaling_tensors, dequantized, is_quantized, requantize_from_masters
 from scheduler import set_completed_steps
 
 
@@ -174,6 +177,7 @@ class Checkpointer:
         for group in self.optimizer.param_groups:
             if "step" in group:
                 group["step"] = progress["optimizer_steps"]
+        requantize_from_masters(_unwrap(self.model).parameters(), self.optimizer)
         set_completed_steps(self.scheduler, progress["scheduler_steps"])
         if _rank() == 0:
             logger.info("resuming from %s", folder)
@@ -201,11 +205,14 @@ class Checkpointer:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of a checkpoint by its name; they share the memory of the model and the optimiser."""
         weights = model_tensors(self.model)
-        tensors = {f"model.{name}": weight for name, weight in weights.items()}
+        tensors = {f"model.{name}": weight for name, weight in weights.items() if not is_quantized(weight)}
+        scaling = delayed_scaling_tensors(_unwrap(self.model))
+        tensors |= {f"scaling.{name}": tensor for name, tensor in scaling.items()}
         for name, param in _unwrap(self.model).named_parameters():
             for key, value in self.optimizer.state.get(param, {}).items():
                 # An FP32 parameter is its own master. TE keeps a copy of its initial value there, and never uses it.
-                if not (key == "master_param" and param.dtype == torch.float32):
+                own_master = param.dtype == torch.float32 and not is_quantized(param)
+                if not (key == "master_param" and own_master):
                     tensors[f"optimizer.{name}.{key}"] = value
         return tensors
 
@@ -263,8 +270,9 @@ def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path:
     The folder loads by ``from_pretrained`` of the model's class, and of ``AutoModelForCausalLM`` and the like with
     ``trust_remote_code=True``.
 
-    Every rank calls it. Weights keep their dtype; sharded ones are gathered one by one into rank 0's CPU memory. An
-    existing folder is replaced once the new one is whole.
+    Every rank calls it. Weights keep their dtype; quantised ones become the values that the model computed with.
+    Sharded ones are gathered one by one into rank 0's CPU memory. An existing folder is replaced once the new one is
+    whole.
 
     Args:
         model: a Hugging Face model: plain, DDP or FSDP2.
@@ -276,6 +284,7 @@ def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path:
     path, model = Path(path).absolute(), _unwrap(model)
     weights = {}
     for name, weight in model_tensors(model).items():
+        weight = dequantized(weight)
         full = (
             weight.full_tensor() if isinstance(weight, DTensor) else weight
         )  # a collective: on every rank, in this order
@@ -304,8 +313,8 @@ def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path:
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, without DDP's ``module.``; tied ones once, under their first name.
 
-    TE's ``_extra_state`` (the scales and amax histories of delayed scaling) is left out: its size changes from step to
-    step and differs per rank, so DCP cannot hold it. It belongs into the ``rank_state`` of ``Checkpointer.save``.
+    TE's ``_extra_state`` (the scales and amax histories of delayed scaling, pickled) is left out: its size changes from
+    step to step and differs per rank, so DCP cannot hold it.
 
     Raises:
         ValueError: the model is still on the meta device.
@@ -340,8 +349,9 @@ def _check_same_tensors(tensors: dict[str, torch.Tensor], metadata: Metadata, fo
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems[:5])
         raise ValueError(
-            f"{folder} does not fit this run in {len(problems)} tensors:{listed}\nResume with the model config, dtype "
-            "and use_fp32_master_weights that it was saved with, or choose another checkpoint.ckpt_dir."
+            f"{folder} does not fit this run in {len(problems)} tensors:{listed}\nResume with the model config, dtype, "
+            "use_fp32_master_weights, fp8_config and fp4_config that it was saved with, or choose another "
+            "checkpoint.ckpt_dir."
         )
 
 

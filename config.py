@@ -16,6 +16,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from config_low_precision import FP4Config, FP8Config, QuantStatsConfig, low_precision_problems
+
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +192,13 @@ class TrainConfig:
     """off; full: recompute every layer in the backward pass; selective: every second layer."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0: no clipping."""
+    fp8_config: FP8Config = field(default_factory=FP8Config)
+    fp4_config: FP4Config = field(default_factory=FP4Config)
+    fp8_layers: list[int] | None = None
+    """Layers in FP8, counted from 1; null: all (or those that ``fp4_layers`` leaves)."""
+    fp4_layers: list[int] | None = None
+    """Layers in FP4, counted from 1; null: all (or those that ``fp8_layers`` leaves)."""
+    quant_stats_config: QuantStatsConfig = field(default_factory=QuantStatsConfig)
     hsdp_replicate_size: int = 1
     """FSDP2: number of replicas; parameters are sharded over world size / this many ranks."""
     cp_size: int = 1
@@ -213,11 +222,13 @@ class TrainConfig:
 
 
 # Keys that only some scripts read.
+LLAMA_SCRIPTS = {"train_ddp", "train_fsdp2", "train_fsdp2_cp"}
 SCRIPT_KEYS = {
     "hsdp_replicate_size": {"train_fsdp2"},
     "cp_size": {"train_fsdp2_cp"},
     "cp_comm_type": {"train_fsdp2_cp"},
     "parallelism": {"train_fsdp2_ep"},
+    **dict.fromkeys(("fp8_config", "fp4_config", "fp8_layers", "fp4_layers", "quant_stats_config"), LLAMA_SCRIPTS),
 }
 
 
@@ -445,6 +456,11 @@ def find_problems(config: TrainConfig, world_size: int) -> list[str]:
             f"profiler.start_step={config.profiler.start_step} must be at least 1 and at most end_step="
             f"{config.profiler.end_step} and num_train_steps={config.num_train_steps}.",
         )
+
+    problems += low_precision_problems(config, world_size)
+    if config.quant_stats_config.enabled:
+        path = config.quant_stats_config.quant_stats_file
+        require(Path(project_path(path)).is_file(), f"quant_stats_config.quant_stats_file={path!r}: no such file.")
 
     attn_input_format = "thd" if config.use_sequence_packing else "bshd"
     given = config.config_kwargs.get("attn_input_format")

@@ -208,7 +208,11 @@ class TrainLoader:
                 # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. Goes with the next torchdata.
                 warnings.filterwarnings("ignore", "'set_vital' is deprecated")
                 self._loader = (StatefulDataLoader if self._stateful else DataLoader)(
-                    self._dataset, batch_size=None, num_workers=self._num_workers, pin_memory=torch.cuda.is_available()
+                    self._dataset,
+                    batch_size=None,
+                    num_workers=self._num_workers,
+                    pin_memory=torch.cuda.is_available(),
+                    generator=torch.Generator(),  # else it draws from the default one, which a resumed run restores
                 )
                 self._iterator = iter(self._loader)
         batch = next(self._iterator)

@@ -21,6 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import te_backend
 from generation import CachedGenerationMixin, takes_padded_batches
 from loss import IGNORE_INDEX, linear_cross_entropy
+from precision import PrecisionPlan
 
 
 # Those whose angles depend on the position alone and that leave cos and sin unscaled.
@@ -140,15 +141,23 @@ class NVLlamaPreTrainedModel(PreTrainedModel):
 
 
 class NVLlamaModel(NVLlamaPreTrainedModel):
-    """Embedding, decoder layers, final norm."""
+    """Embedding, decoder layers, final norm.
 
-    def __init__(self, config: NVLlamaConfig):
+    Args:
+        precision: the recipe of every layer; None: all run in the parameters' dtype.
+    """
+
+    def __init__(self, config: NVLlamaConfig, precision: PrecisionPlan | None = None):
         config.check()
         super().__init__(config)
         te = te_backend.resolve(config.te_backend)
         device, dtype = te_backend.layer_device(), torch.get_default_dtype()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
-        self.layers = nn.ModuleList(self._build_layer(te, index) for index in range(config.num_hidden_layers))
+        self.precision = precision or PrecisionPlan((None,) * config.num_hidden_layers)
+        self.layers = nn.ModuleList()
+        for index in range(config.num_hidden_layers):
+            with self.precision.layer_init(index):
+                self.layers.append(self._build_layer(te, index))
         self.norm = te.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, params_dtype=dtype, device=device)
         self.rotary = RotaryTable(config, te)
         self._checkpoint = te.checkpoint
@@ -191,8 +200,10 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
         """
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         hidden, layer_kwargs = self._attention_kwargs(hidden, **kwargs)
-        for index, layer in enumerate(self.layers):
-            hidden = self._run(index, layer, hidden, layer_kwargs)
+        with self.precision.region():
+            for index, layer in enumerate(self.layers):
+                with self.precision.layer(index):
+                    hidden = self._run(index, layer, hidden, layer_kwargs)
         hidden = self.norm(hidden)
         return BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0) if hidden.ndim == 2 else hidden)
 
@@ -207,6 +218,7 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
         max_length_k: int | None = None,
         pad_between_seqs: bool | None = None,
         inference_params: Any = None,
+        is_first_microbatch: bool | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """The hidden states as the layers take them, [B, S, D] or [T, D], and the layers' keyword arguments.
@@ -218,6 +230,8 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
             max_length_q, max_length_k: an upper bound of the lengths; for bshd only where a rank holds chunks of the
                 sequences (context_parallel.py): S of the whole sequences.
             pad_between_seqs: thd: whether documents are padded apart; TE must be told, it does not find out by itself.
+            is_first_microbatch: low precision: True: quantise the weights and keep them; False: use the kept ones;
+                None: keep nothing.
             inference_params: the backend's KV cache, for which the tokens are new; ``past_key_values`` sets it.
             kwargs: the batch's other keys. ``attention_mask``: padding is on the right, where a causal mask hides it;
                 elsewhere only in evaluation, see :func:`generation.takes_padded_batches`.
@@ -240,6 +254,8 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
             }
         else:
             layer_kwargs = {"rotary_pos_emb": self.rotary(max_length_q or hidden.shape[1], hidden.device)}
+        if is_first_microbatch is not None:
+            layer_kwargs["is_first_microbatch"] = is_first_microbatch
         if inference_params is not None:
             layer_kwargs["inference_params"] = inference_params
             layer_kwargs["rotary_pos_emb"] = self.rotary(inference_params.max_sequence_length, hidden.device)
@@ -259,9 +275,9 @@ class NVLlamaForCausalLM(CachedGenerationMixin, NVLlamaPreTrainedModel):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
-    def __init__(self, config: NVLlamaConfig):
+    def __init__(self, config: NVLlamaConfig, precision: PrecisionPlan | None = None):
         super().__init__(config)
-        self.model = NVLlamaModel(config)
+        self.model = NVLlamaModel(config, precision)
         self.lm_head = nn.Linear(
             config.hidden_size,
             config.vocab_size,

@@ -5,10 +5,10 @@ from types import ModuleType
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from config import TrainConfig
 from distributed import global_grad_norm
+from quantized_parameters import drop_stale_transposes, is_quantized, local_tensor, seed_masters
 
 
 logger = logging.getLogger(__name__)
@@ -20,8 +20,9 @@ def build_optimizer(model: nn.Module, config: TrainConfig, te: ModuleType) -> to
     Weight decay applies to matrices (2 or more dims) only, not to norm weights.
 
     ``use_fp32_master_weights`` needs FP32 copies only where parameters are not FP32 themselves: ``te.FusedAdam``
-    then, else torch's AdamW. Both run one fused kernel over all parameters, on the CPU (6 times faster there than one
-    operation after the other) as on a GPU, on DTensors as on plain tensors.
+    then, else torch's AdamW. Parameters held in a compute format (quantised init) always have FP32 masters: there is
+    nothing else that a small update could be added to. Both run one fused kernel over all parameters, on the CPU (6
+    times faster there than one operation after the other) as on a GPU, on DTensors as on plain tensors.
 
     Args:
         te: the layer backend of ``te_backend.resolve``, for its ``FusedAdam``.
@@ -39,10 +40,22 @@ def build_optimizer(model: nn.Module, config: TrainConfig, te: ModuleType) -> to
     ]
     groups = [group for group in groups if group["params"]]
     options = {"lr": adamw.lr, "betas": tuple(adamw.betas), "eps": adamw.eps}
-    if config.use_fp32_master_weights:
-        if any(param.dtype != torch.float32 for param in params):
+    quantized = [param for param in params if is_quantized(param)]
+    if config.use_fp32_master_weights or quantized:
+        if quantized or any(param.dtype != torch.float32 for param in params):
             logger.info("optimizer: FusedAdam with FP32 master weights")
-            return te.optimizers.FusedAdam(groups, **options, master_weights=True, master_weight_dtype=torch.float32)
+            optimizer = te.optimizers.FusedAdam(
+                groups, **options, master_weights=True, master_weight_dtype=torch.float32
+            )
+            seeded = seed_masters(quantized, optimizer)
+            if quantized:
+                optimizer.register_step_post_hook(lambda *_: drop_stale_transposes(quantized))
+                logger.info(
+                    "optimizer: %d parameters are quantised; %d masters start from high-precision initial values",
+                    len(quantized),
+                    seeded,
+                )
+            return optimizer
         logger.info(
             "optimizer: the parameters are FP32 and so their own masters; use_fp32_master_weights adds no copies"
         )
@@ -80,11 +93,6 @@ class AdamW(torch.optim.AdamW):
                 tensors = [local_tensor(t) for t in (param, param.grad, state["exp_avg"], state["exp_avg_sq"])]
                 if tensors[0].numel():
                     adamw_(*tensors, correction, divisor, group)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, sharing its memory; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

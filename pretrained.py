@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from convert import StoredTensor, read_folder
 from convert_map import some
 from export import MODEL_MODULES
+from quantized_parameters import set_local_values
 
 
 logger = logging.getLogger(__name__)
@@ -117,21 +118,20 @@ def load_weights(model: nn.Module, folder: str | os.PathLike) -> None:
 
 def _fill(parameter: nn.Parameter, stored: Any) -> None:
     """Copies this rank's part of a stored tensor (a safetensors slice) into a parameter."""
+    like = {"device": parameter.device, "dtype": parameter.dtype}
     if not isinstance(parameter, DTensor):
-        parameter.copy_(stored[:])
+        set_local_values(parameter, stored[:].to(**like))
         return
     mesh, placements = parameter.device_mesh, parameter.placements
     # Exactly these: FSDP2's strided shards (of a dim that is sharded twice) are a subclass, and not one slice.
     if all(type(placement) in (Shard, Replicate) for placement in placements):
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        local = parameter.to_local()
-        if local.numel():
+        if all(shape):
             index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-            local.copy_(stored[index])
+            set_local_values(parameter, stored[index].to(**like))
         return
-    whole = stored[:].to(device=parameter.device, dtype=parameter.dtype)
-    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    parameter.copy_(replicated.redistribute(placements=placements))
+    replicated = DTensor.from_local(stored[:].to(**like), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    set_local_values(parameter, replicated.redistribute(placements=placements).to_local())
 
 
 def _check_same(

@@ -16,6 +16,7 @@ from types import ModuleType
 import torch
 
 import te_reference
+from te_reference import recipe as reference_recipe
 
 
 logger = logging.getLogger(__name__)
@@ -59,3 +60,13 @@ def resolve(name: str = "auto") -> ModuleType:
 def layer_device() -> str:
     """Where a layer built now belongs: torch's default device, as a string (TE defers only for the string ``meta``)."""
     return str(torch.get_default_device())
+
+
+def is_reference(te: ModuleType) -> bool:
+    """Whether a resolved implementation is the plain PyTorch one."""
+    return te is te_reference
+
+
+def recipe_module(te: ModuleType) -> ModuleType:
+    """Where a resolved implementation keeps its low-precision recipes: the same class names and fields in both."""
+    return reference_recipe if is_reference(te) else importlib.import_module("transformer_engine.common.recipe")

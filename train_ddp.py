@@ -22,6 +22,8 @@ from dataset import build_train_loader, build_validation_loader, load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
+from quantization import plan_precision
+from quantization_stats import start_statistics
 from scheduler import build_scheduler
 from training import (
     build_model,
@@ -44,7 +46,8 @@ def replicate(model: nn.Module, ctx: DistributedContext) -> nn.Module:
     if ctx.world_size == 1:
         return model
     devices = [ctx.device] if ctx.device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    # No broadcast: every rank has drawn the same weights, and quantised ones would be quantised a second time by it.
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, init_sync=False)
 
 
 @hydra.main(version_base="1.3", config_path="hydra_config/llama", config_name="defaults")
@@ -52,6 +55,7 @@ def main(cfg: DictConfig) -> None:
     # 1. Configuration, processes.
     config = load_config(cfg, script="train_ddp")
     ctx = init_distributed()
+    torch.manual_seed(config.seed + ctx.rank)  # stochastic rounding; data and weights have generators of their own
     run_dir = run_folder(config, "train_ddp")
     if ctx.is_main:
         save_resolved(config, run_dir / "config.yaml")
@@ -59,7 +63,9 @@ def main(cfg: DictConfig) -> None:
     # 2. Tokenizer, model, optimiser.
     tokenizer = load_tokenizer(config.dataset.tokenizer_name_or_path)
     model_config = build_model_config(config, tokenizer)
-    model = build_model(config, model_config, ctx.device)
+    precision = plan_precision(config, model_config, ctx.device)
+    statistics = start_statistics(config, precision)
+    model = build_model(config, model_config, ctx.device, precision=precision)
     initialize_weights(model, ctx.device, config.seed, config.init_from_pretrained)
     model = replicate(model, ctx)
     parameters = list(model.parameters())
@@ -67,10 +73,10 @@ def main(cfg: DictConfig) -> None:
     scheduler = build_scheduler(optimizer, config.lr_scheduler_kwargs)
 
     # 3. Data: every rank reads its own part.
-    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size)
+    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
     validation = None
     if config.validation.enabled:
-        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size)
+        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
 
     # 4. Resume.
     checkpointer = Checkpointer(config.checkpoint, "train_ddp", model, optimizer, scheduler)
@@ -81,6 +87,7 @@ def main(cfg: DictConfig) -> None:
         consumed_tokens = restore_rank_state(loaded.rank_states, loader, ctx.rank, ctx.device)
 
     # 5. Train.
+    statistics.attach(model, start_step)
     batches = iter(loader)
     with closing(PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)) as perf:
         for step in range(start_step + 1, config.num_train_steps + 1):
@@ -90,13 +97,15 @@ def main(cfg: DictConfig) -> None:
             for index, micro_batch in enumerate(batch.micro_batches):
                 last = index == config.grad_acc_steps - 1  # reduce the gradients once, after the last micro-batch
                 with nullcontext() if last or ctx.world_size == 1 else model.no_sync():
-                    micro_loss = model(**micro_batch, num_items_in_batch=batch.num_targets).loss
+                    kept_weights = precision.micro_batch_kwargs(index, config.grad_acc_steps)
+                    micro_loss = model(**micro_batch, num_items_in_batch=batch.num_targets, **kept_weights).loss
                     (micro_loss * ctx.world_size).backward()  # DDP averages over the ranks; the loss is a sum over them
                 loss += micro_loss.detach()
             learning_rate = optimizer.param_groups[0]["lr"]
             grad_norm = clip_and_step(optimizer, parameters, config.max_grad_norm)
             scheduler.step()
             optimizer.zero_grad()
+            statistics.step()
 
             # 6. Validate, log, save.
             validation_loss = None
@@ -120,6 +129,7 @@ def main(cfg: DictConfig) -> None:
                     checkpointer.save(step, rank_state(loader, perf.rank_consumed_tokens, ctx.device))
 
     # 7. Finish.
+    statistics.close()
     checkpointer.close()
     if config.checkpoint.save_final_model:
         save_final_model(model, tokenizer, checkpointer.directory / "final_model")

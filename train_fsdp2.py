@@ -25,6 +25,8 @@ from dataset import build_train_loader, build_validation_loader, load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
+from quantization import plan_precision
+from quantization_stats import start_statistics
 from scheduler import build_scheduler
 from training import (
     build_model,
@@ -65,6 +67,7 @@ def main(cfg: DictConfig) -> None:
     # 1. Configuration, processes.
     config = load_config(cfg, script="train_fsdp2")
     ctx = init_distributed()
+    torch.manual_seed(config.seed + ctx.rank)  # stochastic rounding; data and weights have generators of their own
     run_dir = run_folder(config, "train_fsdp2")
     if ctx.is_main:
         save_resolved(config, run_dir / "config.yaml")
@@ -72,7 +75,11 @@ def main(cfg: DictConfig) -> None:
     # 2. Tokenizer, model, optimiser.
     tokenizer = load_tokenizer(config.dataset.tokenizer_name_or_path)
     model_config = build_model_config(config, tokenizer)
-    model = build_model(config, model_config, ctx.device)
+    precision = plan_precision(
+        config, model_config, ctx.device, num_shards=ctx.world_size // config.hsdp_replicate_size
+    )
+    statistics = start_statistics(config, precision)
+    model = build_model(config, model_config, ctx.device, precision=precision)
     shard(model, config, ctx)
     initialize_weights(model, ctx.device, config.seed, config.init_from_pretrained)
     parameters = list(model.parameters())
@@ -80,10 +87,10 @@ def main(cfg: DictConfig) -> None:
     scheduler = build_scheduler(optimizer, config.lr_scheduler_kwargs)
 
     # 3. Data: every rank reads its own part.
-    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size)
+    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
     validation = None
     if config.validation.enabled:
-        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size)
+        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
 
     # 4. Resume.
     checkpointer = Checkpointer(config.checkpoint, "train_fsdp2", model, optimizer, scheduler)
@@ -94,6 +101,7 @@ def main(cfg: DictConfig) -> None:
         consumed_tokens = restore_rank_state(loaded.rank_states, loader, ctx.rank, ctx.device)
 
     # 5. Train.
+    statistics.attach(model, start_step)
     batches = iter(loader)
     with closing(PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)) as perf:
         for step in range(start_step + 1, config.num_train_steps + 1):
@@ -110,6 +118,7 @@ def main(cfg: DictConfig) -> None:
             grad_norm = clip_and_step(optimizer, parameters, config.max_grad_norm)
             scheduler.step()
             optimizer.zero_grad()
+            statistics.step()
 
             # 6. Validate, log, save.
             validation_loss = None
@@ -133,6 +142,7 @@ def main(cfg: DictConfig) -> None:
                     checkpointer.save(step, rank_state(loader, perf.rank_consumed_tokens, ctx.device))
 
     # 7. Finish.
+    statistics.close()
     checkpointer.close()
     if config.checkpoint.save_final_model:
         save_final_model(model, tokenizer, checkpointer.directory / "final_model")

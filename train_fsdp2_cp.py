@@ -26,6 +26,8 @@ from dataset import build_train_loader, build_validation_loader, load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
+from quantization import plan_precision
+from quantization_stats import start_statistics
 from scheduler import build_scheduler
 from training import (
     build_model,
@@ -65,6 +67,7 @@ def main(cfg: DictConfig) -> None:
     # 1. Configuration, processes.
     config = load_config(cfg, script="train_fsdp2_cp")
     ctx = init_distributed()
+    torch.manual_seed(config.seed + ctx.rank)  # stochastic rounding; data and weights have generators of their own
     run_dir = run_folder(config, "train_fsdp2_cp")
     if ctx.is_main:
         save_resolved(config, run_dir / "config.yaml")
@@ -74,7 +77,9 @@ def main(cfg: DictConfig) -> None:
     model_config = build_model_config(config, tokenizer)
     heads = model_config.num_attention_heads, model_config.num_key_value_heads
     cp = init_context_parallel(ctx, config.cp_size, config.cp_comm_type, *heads)
-    model = build_model(config, model_config, ctx.device)
+    precision = plan_precision(config, model_config, ctx.device, num_shards=ctx.world_size)
+    statistics = start_statistics(config, precision)
+    model = build_model(config, model_config, ctx.device, precision=precision)
     set_context_parallel_group(model, cp, ctx.device)
     shard(model, ctx)
     initialize_weights(model, ctx.device, config.seed, config.init_from_pretrained)
@@ -84,10 +89,11 @@ def main(cfg: DictConfig) -> None:
 
     # 3. Data: the ranks of a context-parallel group read the same batches, and each keeps its chunks of every sequence.
     source = tokenizer, cp.dp_rank, cp.dp_size
-    loader = build_train_loader(config, *source, sequence_pad_multiple=cp.sequence_multiple)
+    padding = {"pad_to_multiple": cp.cp_size * precision.pad_to_multiple, "sequence_pad_multiple": cp.sequence_multiple}
+    loader = build_train_loader(config, *source, **padding)
     validation = None
     if config.validation.enabled:
-        whole_batches = build_validation_loader(config, *source, sequence_pad_multiple=cp.sequence_multiple)
+        whole_batches = build_validation_loader(config, *source, **padding)
         validation = SplitBatches(whole_batches, cp.cp_rank, cp.cp_size)
 
     # 4. Resume.
@@ -99,6 +105,7 @@ def main(cfg: DictConfig) -> None:
         consumed_tokens = restore_rank_state(loaded.rank_states, loader, ctx.rank, ctx.device)
 
     # 5. Train.
+    statistics.attach(model, start_step)
     batches = iter(loader)
     with closing(PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)) as perf:
         for step in range(start_step + 1, config.num_train_steps + 1):
@@ -117,6 +124,7 @@ def main(cfg: DictConfig) -> None:
             grad_norm = clip_and_step(optimizer, parameters, config.max_grad_norm)
             scheduler.step()
             optimizer.zero_grad()
+            statistics.step()
 
             # 6. Validate, log, save.
             validation_loss = None
@@ -140,6 +148,7 @@ def main(cfg: DictConfig) -> None:
                     checkpointer.save(step, rank_state(loader, perf.rank_consumed_tokens, ctx.device))
 
     # 7. Finish.
+    statistics.close()
     checkpointer.close()
     if config.checkpoint.save_final_model:
         save_final_model(model, tokenizer, checkpointer.directory / "final_model")

@@ -19,6 +19,8 @@ from context_parallel import all_to_all_size, local_world_size, split_batch
 from dataset import TrainLoader, merge_loader_states
 from loss import IGNORE_INDEX
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
+from precision import PrecisionPlan
+from quantized_parameters import unchanged_scales
 
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ def build_model_config(
             positions, a field that the layers cannot honour, or head counts that ``cp_comm_type`` cannot hand out.
     """
     overrides = {key: value for key, value in config.config_kwargs.items() if value is not None}
+    overrides.pop("use_quantized_model_init", None)  # how a run holds weights (quantization.py), not what the model is
     if config.use_te:
         config_class = te_class
         overrides["attn_input_format"] = "thd" if config.use_sequence_packing else "bshd"
@@ -82,6 +85,7 @@ def build_model(
     model_config: PretrainedConfig,
     device: torch.device,
     te_class: type[PreTrainedModel] = NVLlamaForCausalLM,
+    precision: PrecisionPlan | None = None,
 ) -> nn.Module:
     """The model (of ``te_class``, or plain ``LlamaForCausalLM`` with ``use_te=false``), on the meta device or on
     ``device``; call weight_init.initialize_weights next."""
@@ -90,7 +94,7 @@ def build_model(
     try:
         with torch.device("meta" if config.use_meta_device else device):
             if config.use_te:
-                model = te_class(model_config)
+                model = te_class(model_config) if precision is None else te_class(model_config, precision)
             else:
                 model = LlamaForCausalLM(model_config)
                 if config.activation_checkpointing != "off":
@@ -191,7 +195,11 @@ def validate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
     Ranks may hold different numbers of micro-batches: one that has run out repeats its last with no targets, because
     every rank must take part in every forward pass of a sharded model.
     """
-    model.eval()
+    with unchanged_scales(model):
+        return _validate(model.eval(), batches, device)
+
+
+def _validate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> float:
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, targets
     iterator, batch = iter(batches), None
     while True:

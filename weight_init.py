@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from config import project_path
 from pretrained import load_weights
+from quantized_parameters import set_local_values
 
 
 def initialize_weights(
@@ -33,6 +34,11 @@ def initialize_weights(
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
         for module in model.modules():
+            # Built under quantised init on the meta device: the backend makes the compute format, sharded or not, from
+            # values of its own, which are replaced below.
+            if getattr(module, "primary_weights_in_fp8", False):
+                module.reset_parameters()
+        for module in model.modules():
             if module._buffers:
                 model._init_weights(module)  # Hugging Face's RoPE: to_empty left its buffers uninitialised
         model.tie_weights()
@@ -40,21 +46,19 @@ def initialize_weights(
         load_weights(model, project_path(init_from_pretrained))
         return
     for name, parameter in model.named_parameters():
-        _draw(parameter, name, seed, model.config.initializer_range)
+        _draw(parameter, name, seed, model.config.initializer_range, device)
 
 
 @torch.no_grad()
-def _draw(parameter: nn.Parameter, name: str, seed: int, std: float) -> None:
+def _draw(parameter: nn.Parameter, name: str, seed: int, std: float, device: torch.device) -> None:
     if parameter.ndim == 1:
         parameter.fill_(1.0)
         return
-    generator = torch.Generator(parameter.device).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
-    whole = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-    whole = whole.normal_(0.0, std, generator=generator).to(parameter.dtype)
+    generator = torch.Generator(device).manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+    values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+    values = values.normal_(0.0, std, generator=generator).to(parameter.dtype)
     if isinstance(parameter, DTensor):
-        replicated = DTensor.from_local(
-            whole, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
-        )
-        parameter.copy_(replicated.redistribute(placements=parameter.placements))
-    else:
-        parameter.copy_(whole)
+        mesh = parameter.device_mesh
+        whole = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        values = whole.redistribute(placements=parameter.placements).to_local()
+    set_local_values(parameter, values)

@@ -293,6 +293,7 @@ class MultiheadAttention(nn.Module):
         pad_between_seqs: bool | None = None,
         attn_mask_type: str | None = None,
         inference_params: InferenceParams | None = None,
+        is_first_microbatch: bool | None = None,
         **attention_kwargs,
     ) -> torch.Tensor:
         """[B, S, D] or [T, D] -> the same shape; under context parallelism this rank's chunks of it.
@@ -311,7 +312,8 @@ class MultiheadAttention(nn.Module):
         )
         R = self.queries_per_kv
         # [..., K, R+2, H]: the queries of a KV head, its key, its value.
-        qkv = self.layernorm_qkv(hidden_states).unflatten(-1, (self.num_kv_heads, R + 2, self.head_dim))
+        qkv = self.layernorm_qkv(hidden_states, is_first_microbatch)
+        qkv = qkv.unflatten(-1, (self.num_kv_heads, R + 2, self.head_dim))
         qk, value = qkv[..., : R + 1, :], qkv[..., R + 1, :]
         if rotary_pos_emb is not None:
             angles = rotary_pos_emb[:, 0, 0, : self.head_dim // 2]
@@ -334,7 +336,7 @@ class MultiheadAttention(nn.Module):
             inference_params=inference_params,
             **attention_kwargs,
         )
-        return self.proj(context)
+        return self.proj(context, is_first_microbatch)
 
     def _positions(self, hidden_states: torch.Tensor, offsets: torch.Tensor | None, num_angles: int) -> torch.Tensor:
         """Position of every local token in its sequence: int64 [S] or [T]. ``offsets``: of the packed documents."""

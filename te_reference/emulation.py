@@ -58,8 +58,10 @@ OCP Microscaling Formats v1.0; arXiv 2509.25149 (NVFP4).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from te_reference.delayed_scaling import DelayedScalingState
@@ -138,20 +140,39 @@ class Operands:
     columnwise: QuantizedTensor | None
 
 
+class Multiples(NamedTuple):
+    """What sizes must be multiples of."""
+
+    rows: int
+    """Product of a tensor's leading dims."""
+    features: int
+    """Its last dim."""
+    tokens: int
+    """What a batch is padded to: tokens are rows of x and dy, and the summed dim of the weight gradient."""
+
+
+RECIPE_MULTIPLES = {
+    "DelayedScaling": Multiples(8, 16, 16),
+    "Float8CurrentScaling": Multiples(8, 16, 16),
+    "Float8BlockScaling": Multiples(8, 16, 16),
+    "MXFP8BlockScaling": Multiples(32, 32, 32),
+    "NVFP4BlockScaling": Multiples(16, 16, 32),
+}
+
+
 def check_alignment(name: str, shape: tuple[int, ...], recipe: Recipe) -> None:
     """Checks that a tensor [..., C] can be an operand.
 
     Raises:
-        ValueError: the product of the leading dims or the last dim is not a multiple of what the recipe needs: 8 and
-            16 for per-tensor and block scaling, 32 and 32 for MXFP8, 16 and 16 for NVFP4.
+        ValueError: the product of the leading dims or the last dim is not a multiple of what the recipe needs.
     """
-    leading_multiple, last_multiple = (32, 32) if recipe.mxfp8() else (16, 16) if recipe.nvfp4() else (8, 16)
+    multiples = RECIPE_MULTIPLES[type(recipe).__name__]
     leading = torch.Size(shape[:-1]).numel()
-    if leading % leading_multiple or shape[-1] % last_multiple:
+    if leading % multiples.rows or shape[-1] % multiples.features:
         raise ValueError(
             f"{name} of shape {list(shape)}: {type(recipe).__name__} needs the product of the leading dims ({leading}) "
-            f"to be a multiple of {leading_multiple} and the last dim ({shape[-1]}) of {last_multiple}. Pad the batch, "
-            "or choose other layer sizes."
+            f"to be a multiple of {multiples.rows} and the last dim ({shape[-1]}) of {multiples.features}. Pad the "
+            "batch, or choose other layer sizes."
         )
 
 
@@ -164,6 +185,7 @@ def quantize(
     columnwise: bool = True,
     state: DelayedScalingState | None = None,
     generator: torch.Generator | None = None,
+    amax_reduction_group: dist.ProcessGroup | None = None,
 ) -> Operands:
     """Quantises a matrix for the matrix products of a linear layer.
 
@@ -175,6 +197,8 @@ def quantize(
         columnwise: make the copy with blocks along the first dim.
         state: scales and amax history; needed by, and only used by, DelayedScaling.
         generator: random bits of stochastic rounding, on ``x_RC``'s device; None: the device's default generator.
+        amax_reduction_group: Float8CurrentScaling: ranks that hold the other shards of the matrix; the scale comes from
+            the amax of them all. None: the matrix is whole.
 
     Raises:
         ValueError: unknown role, wrong alignment, or no state for DelayedScaling.
@@ -188,6 +212,8 @@ def quantize(
         dtype = E5M2 if role == "gradient" and recipe.fp8_format is Format.HYBRID else E4M3
         x_RC, amax = x_RC.float(), block_amax(x_RC, None)
         if recipe.float8_current_scaling():
+            if amax_reduction_group is not None:
+                dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=amax_reduction_group)
             scale = float8_scale(amax, dtype, recipe.use_power_2_scales)
         elif state is None:
             raise ValueError(

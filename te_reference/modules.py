@@ -1,26 +1,35 @@
-"""Linear layers and norms with TransformerEngine's names, layouts and rounding points.
+"""Linear layers and norms with TransformerEngine's names, layouts and rounding points, in the precision of the scope.
 
 Legend: T tokens (any leading dims), D model width, F FFN width, O output features.
 
 Weights are [out, in]. ``fc1_weight`` stacks [gate; up]; SwiGLU is silu(gate) * up. Norms and activations compute in
-FP32 and round once to the input's dtype (TE's kernels do the same). Sources: transformer_engine/pytorch/module/*.py,
-transformer_engine/common/normalization.
+FP32 and round once to the input's dtype (TE's kernels do the same), or hand FP32 to the quantiser. Sources:
+transformer_engine/pytorch/module/*.py, transformer_engine/common/normalization.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from te_reference.context import current_scope, current_weight_init
+from te_reference.delayed_scaling import AmaxTracker, DelayedScalingState
+from te_reference.emulation import Operands, emulated_linear, quantize
+from te_reference.quantized_weight import QuantizedWeight, quantize_parameter
+from te_reference.recipe import Recipe
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, in FP32, rounded once to the dtype of ``x_TD``."""
-    return F.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps).to(x_TD.dtype)
+    """x / sqrt(mean(x^2) + eps) * weight: FP32, not rounded yet."""
+    return F.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps)
 
 
 def swiglu(x_T2F: torch.Tensor) -> torch.Tensor:
-    """silu(first half) * second half of the last dim, in FP32, rounded once to the dtype of the input."""
+    """silu(first half) * second half of the last dim: FP32, not rounded yet."""
     gate_TF, up_TF = x_T2F.float().chunk(2, dim=-1)
-    return (F.silu(gate_TF) * up_TF).to(x_T2F.dtype)
+    return F.silu(gate_TF) * up_TF
 
 
 def _require(condition: bool, message: str) -> None:
@@ -28,20 +37,132 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-class _Module(nn.Module):
-    """Parameters with deferred initialisation, as TE's modules have it.
+# What :attr:`_Module.observer` is called with: which linear layer of the module ("", "fc1", "fc2"), role, matrix in
+# high precision, its quantised copies, recipe.
+ModuleObserver = Callable[[str, str, torch.Tensor, Operands, Recipe], None]
 
-    ``device="meta"`` defers; :meth:`reset_parameters` then initialises whatever memory the parameters were given.
+
+class _Module(nn.Module):
+    """Parameters with deferred initialisation, and linear layers in the precision of the scope.
+
+    ``device="meta"`` defers; :meth:`reset_parameters` then initialises whatever memory the parameters were given, and
+    quantises it if the module was built under ``quantized_model_init``.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, AmaxTracker] = {}
+        """Delayed scaling: scales and amax histories, made on first use."""
+        self.observer: ModuleObserver | None = None
+        """Sees every quantisation of a training step (quant_stats)."""
+        self._weight_init = current_weight_init()
+        self._states: dict[str, DelayedScalingState] = {}
+        self._kept_weights: dict[str, Operands] = {}
+
+    @property
+    def linear_names(self) -> list[str]:
+        """Its linear layers: ``""`` alone, or ``fc1`` and ``fc2``."""
+        return [_layer_name(name) for name, parameter in self.named_parameters(recurse=False) if parameter.ndim == 2]
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        """Whether the weights are held in a compute format only (TE's name, for FP4 as well)."""
+        return self._weight_init is not None
 
     def reset_parameters(self) -> None:
         """Weights N(0, 0.023), norm weights 1 (TE's defaults)."""
-        for name, parameter in self.named_parameters(recurse=False):
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             with torch.no_grad():
-                parameter.fill_(1.0) if name.endswith("layer_norm_weight") else parameter.normal_(0.0, 0.023)
+                local.fill_(1.0) if name.endswith("layer_norm_weight") else local.normal_(0.0, 0.023)
+            if self._weight_init is not None and parameter.ndim == 2:
+                recipe, preserve = self._weight_init.recipe, self._weight_init.preserve_high_precision_init_val
+                state = self._state(name, recipe) if recipe.delayed() else None
+                setattr(self, name, quantize_parameter(parameter, recipe, state, preserve))
+
+    def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
+        """Makes the state of delayed scaling, if the recipe has any: before it is loaded, for example."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if recipe.delayed() and parameter.ndim == 2:
+                self._state(name, recipe)
 
     def _add(self, name: str, *shape: int, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         self.register_parameter(name, nn.Parameter(torch.empty(*shape, device=device, dtype=dtype)))
+
+    def _initialize(self) -> None:
+        """Ends every ``__init__``."""
+        if all(parameter.device.type != "meta" for parameter in self.parameters(recurse=False)):
+            self.reset_parameters()
+
+    def _linear(
+        self, x_TD: torch.Tensor, weight_name: str, dtype: torch.dtype, is_first_microbatch: bool | None
+    ) -> torch.Tensor:
+        """x @ weight.T in the scope's precision.
+
+        Args:
+            x_TD: in ``dtype``, or FP32 not yet rounded to it.
+            weight_name: of a parameter of ``dtype``.
+            dtype: of the result.
+            is_first_microbatch: None: quantise the weight; True: quantise and keep it; False: take the kept one.
+        """
+        weight_OD = getattr(self, weight_name)
+        _require(
+            weight_OD.dtype == dtype,
+            f"{type(self).__name__}: activations are {dtype} and {weight_name} is {weight_OD.dtype}: cast one of them.",
+        )
+        scope = current_scope()
+        if scope.recipe is None:
+            return F.linear(x_TD.to(dtype), weight_OD)
+        state = self._state(weight_name, scope.recipe) if scope.recipe.delayed() else None
+        observe = None
+        if self.observer is not None and torch.is_grad_enabled() and not scope.replaying:
+            layer = _layer_name(weight_name)
+
+            def observe(role: str, matrix: torch.Tensor, operands: Operands) -> None:
+                self.observer(layer, role, matrix, operands, scope.recipe)
+
+        quantized_weight = None
+        if isinstance(weight_OD, QuantizedWeight):
+            self._check_recipe(weight_OD, scope.recipe)
+            quantized_weight = weight_OD.operands
+            if observe is not None:
+                observe("weight", weight_OD.dequantize(), quantized_weight)
+        elif is_first_microbatch is not None:
+            if is_first_microbatch and not scope.replaying:
+                self._kept_weights[weight_name] = quantize(weight_OD.detach(), scope.recipe, "weight", state=state)
+                if observe is not None:
+                    observe("weight", weight_OD.detach(), self._kept_weights[weight_name])
+            quantized_weight = self._kept_weights[weight_name]
+        return emulated_linear(
+            x_TD,
+            weight_OD,
+            scope.recipe,
+            state,
+            activation_dtype=dtype,
+            quantized_weight=quantized_weight,
+            observer=observe,
+            after_backward=scope.join(state) if state is not None else None,
+        )
+
+    def _state(self, weight_name: str, recipe: Recipe) -> DelayedScalingState:
+        if weight_name not in self._states:
+            state = DelayedScalingState(recipe, getattr(self, weight_name).device)
+            prefix = _layer_name(weight_name) + "_" if _layer_name(weight_name) else ""
+            self.fp8_meta |= {f"{prefix}scaling_fwd": state.forward, f"{prefix}scaling_bwd": state.backward}
+            self._states[weight_name] = state
+        return self._states[weight_name]
+
+    def _check_recipe(self, weight: QuantizedWeight, recipe: Recipe) -> None:
+        _require(
+            weight.quantizer.recipe == recipe,
+            f"{type(self).__name__}: its weights are held for {weight.quantizer.recipe}, autocast asks for {recipe}: "
+            "use one recipe for both.",
+        )
+
+
+def _layer_name(weight_name: str) -> str:
+    """``fc1`` of ``fc1_weight``, nothing of ``weight``."""
+    return weight_name.removesuffix("weight").removesuffix("_")
 
 
 class RMSNorm(nn.Module):
@@ -57,7 +178,7 @@ class RMSNorm(nn.Module):
             self.weight.fill_(1.0)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x_TD, self.weight, self.eps)
+        return rms_norm(x_TD, self.weight, self.eps).to(x_TD.dtype)
 
 
 class Linear(_Module):
@@ -68,11 +189,10 @@ class Linear(_Module):
         _require(not bias, "te_reference.Linear has no bias: pass bias=False.")
         self.in_features, self.out_features = in_features, out_features
         self._add("weight", out_features, in_features, device=device, dtype=params_dtype)
-        if self.weight.device.type != "meta":
-            self.reset_parameters()
+        self._initialize()
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_TD, self.weight)
+    def forward(self, x_TD: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        return self._linear(x_TD, "weight", x_TD.dtype, is_first_microbatch)
 
 
 class LayerNormLinear(_Module):
@@ -94,11 +214,11 @@ class LayerNormLinear(_Module):
         self.eps = eps
         self._add("layer_norm_weight", in_features, device=device, dtype=params_dtype)
         self._add("weight", out_features, in_features, device=device, dtype=params_dtype)
-        if self.weight.device.type != "meta":
-            self.reset_parameters()
+        self._initialize()
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return F.linear(rms_norm(x_TD, self.layer_norm_weight, self.eps), self.weight)
+    def forward(self, x_TD: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        normed_TD = rms_norm(x_TD, self.layer_norm_weight, self.eps)
+        return self._linear(normed_TD, "weight", x_TD.dtype, is_first_microbatch)
 
 
 class LayerNormMLP(_Module):
@@ -123,9 +243,9 @@ class LayerNormMLP(_Module):
         self._add("layer_norm_weight", hidden_size, device=device, dtype=params_dtype)
         self._add("fc1_weight", 2 * ffn_hidden_size, hidden_size, device=device, dtype=params_dtype)
         self._add("fc2_weight", hidden_size, ffn_hidden_size, device=device, dtype=params_dtype)
-        if self.fc1_weight.device.type != "meta":
-            self.reset_parameters()
+        self._initialize()
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         normed_TD = rms_norm(x_TD, self.layer_norm_weight, self.eps)
-        return F.linear(swiglu(F.linear(normed_TD, self.fc1_weight)), self.fc2_weight)
+        hidden_T2F = self._linear(normed_TD, "fc1_weight", x_TD.dtype, is_first_microbatch)
+        return self._linear(swiglu(hidden_T2F), "fc2_weight", x_TD.dtype, is_first_microbatch)

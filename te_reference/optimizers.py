@@ -10,6 +10,8 @@ value), else the parameter itself. BF16 keeps 8 significant bits: without a mast
 rounded away. The state has TE's names: ``exp_avg``, ``exp_avg_sq``, ``master_param``, all FP32, DTensors where the
 parameter is one. An FP32 parameter is its own master and has no ``master_param`` (TE keeps a copy of its initial value
 that it never updates).
+
+A parameter that is held in a compute format (quantized_weight.py) is quantised anew from its master after every update.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,6 +21,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+
+from te_reference.quantized_weight import QuantizedWeight
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,7 +34,7 @@ class FusedAdam(torch.optim.Optimizer):
     """AdamW with FP32 state, as TE's class of this name with its defaults.
 
     Args:
-        params: parameters or parameter groups; FP32, BF16 or FP16, plain or DTensor.
+        params: parameters or parameter groups; FP32, BF16, FP16 or quantised, plain or DTensor.
         lr: learning rate.
         betas: decay rates of the two moments.
         eps: added to the denominator.
@@ -39,7 +43,7 @@ class FusedAdam(torch.optim.Optimizer):
         master_weight_dtype: torch.float32, the only master dtype that is emulated.
 
     Raises:
-        ValueError: another master dtype.
+        ValueError: another master dtype; later, quantised parameters without ``master_weights``.
     """
 
     def __init__(
@@ -72,8 +76,22 @@ class FusedAdam(torch.optim.Optimizer):
         state = self.state[param]
         state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
         state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-        if self.master_weights and param.dtype != torch.float32:
-            state["master_param"] = param.detach().float()
+        quantized = isinstance(_local(param), QuantizedWeight)
+        if quantized and not self.master_weights:
+            raise ValueError("quantised parameters need master_weights=True: an update is smaller than their steps.")
+        if quantized or (self.master_weights and param.dtype != torch.float32):
+            state["master_param"] = torch.zeros_like(param, dtype=torch.float32)
+            value = _local(param.detach())
+            _local(state["master_param"]).copy_(value.dequantize(torch.float32) if quantized else value)
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: torch.nn.Parameter, state_name: str, unscaled_state: torch.Tensor) -> None:
+        """Sets ``exp_avg``, ``exp_avg_sq`` or ``master_param`` of an initialised parameter.
+
+        Args:
+            unscaled_state: FP32; this rank's shard, where the parameter is a DTensor.
+        """
+        _local(self.state[param][state_name]).copy_(unscaled_state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
@@ -93,12 +111,14 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def _update(self, group: dict[str, Any], params: list[torch.nn.Parameter]) -> None:
-        weights, rounded_params, rounded_weights = [], [], []
+        weights, rounded_params, rounded_weights, quantized = [], [], [], []
         for param in params:
             weight = _local(self.state[param].get("master_param", param.detach()))
             if weight.dtype != torch.float32:
                 weight = weight.float()
-            if param.dtype != torch.float32:
+            if isinstance(_local(param), QuantizedWeight):
+                quantized.append((_local(param), weight))
+            elif param.dtype != torch.float32:
                 rounded_params.append(_local(param.detach()))
                 rounded_weights.append(weight)
             weights.append(weight)
@@ -122,6 +142,8 @@ class FusedAdam(torch.optim.Optimizer):
         )
         if rounded_params:
             torch._foreach_copy_(rounded_params, rounded_weights)
+        for local_param, weight in quantized:  # in the same order on every rank: a shard's scale may take a reduction
+            local_param.quantize_(weight)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the state stays FP32: torch casts it to the parameter's dtype, and would so ruin masters."""

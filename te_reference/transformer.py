@@ -72,11 +72,24 @@ class TransformerLayer(nn.Module):
         self.self_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(
-        self, hidden_states: torch.Tensor, self_attn_mask_type: str | None = None, **attention_kwargs
+        self,
+        hidden_states: torch.Tensor,
+        self_attn_mask_type: str | None = None,
+        is_first_microbatch: bool | None = None,
+        **attention_kwargs,
     ) -> torch.Tensor:
-        """[B, S, D] or [T, D] -> the same shape; keyword arguments as in :class:`MultiheadAttention`, whose
-        ``attn_mask_type`` is ``self_attn_mask_type`` here."""
+        """[B, S, D] or [T, D] -> the same shape.
+
+        Args:
+            self_attn_mask_type: as ``attn_mask_type`` in :class:`MultiheadAttention`.
+            is_first_microbatch: low precision: True: quantise the weights and keep them; False: take the kept ones
+                (the weights have not changed); None: quantise, keep nothing.
+            attention_kwargs: as in :class:`MultiheadAttention`.
+        """
         hidden_states = hidden_states + self.self_attention(
-            hidden_states, attn_mask_type=self_attn_mask_type, **attention_kwargs
+            hidden_states,
+            attn_mask_type=self_attn_mask_type,
+            is_first_microbatch=is_first_microbatch,
+            **attention_kwargs,
         )
-        return hidden_states + self.layernorm_mlp(hidden_states)
+        return hidden_states + self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch)

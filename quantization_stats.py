@@ -1,0 +1,260 @@
+"""Statistics of quantised tensors, layer by layer: what a recipe loses.
+
+``quant_stats_config.quant_stats_file`` is a config of nvdlfw-inspect (quantization_stats_config.py). On
+TransformerEngine that library reads it and TE's kernels compute; on the reference backend this module reads it and
+te_reference computes the same statistics, so that a recipe can be judged before there is hardware for it. Either way
+the lines go to
+``<quant_log_dir>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-<rank>.log`` in nvdlfw-inspect's form, with 8
+significant digits where its own logger would print 4 decimals (an mse of 1e-6 as 0.0000):
+
+    2026-01-31 12:00:00,000 - INFO - model.model.layers.1.layernorm_mlp.fc1_activation_underflows%  iteration=000010 ...
+
+Iterations are nvdlfw-inspect's: optimiser steps completed before. A statistic covers all micro-batches and ranks.
+benchmarks/plot_quant_stats.py plots the file.
+"""
+
+import importlib.util
+import logging
+import re
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import te_backend
+from config import ConfigError, TrainConfig, project_path
+from precision import PrecisionPlan
+from quantization_stats_config import Request, check_quantized_weights, requests_for, restrict_to_formats
+from quantized_parameters import low_precision_layers
+from te_reference.emulation import Operands, quantize
+from te_reference.quant_stats import QuantStats, measure
+from te_reference.recipe import RECIPES
+
+
+LOG_FOLDER = "nvdlfw_inspect_statistics_logs"
+LINE = re.compile(r"INFO - (?P<name>\S+)\s+iteration=(?P<iteration>\d+)\s+value=(?P<value>\S+)")
+
+
+class Statistics(Protocol):
+    """What a train script does with statistics, wherever they are computed."""
+
+    def attach(self, model: nn.Module, start_step: int) -> None:
+        """Once the model is whole and a checkpoint is loaded: ``start_step`` optimiser steps are done."""
+
+    def step(self) -> None:
+        """After every optimiser step. Collective over all ranks."""
+
+    def close(self) -> None:
+        """At the end of the run."""
+
+
+def start_statistics(config: TrainConfig, plan: PrecisionPlan) -> Statistics:
+    """Reads ``quant_stats_config``; call it before the model is built (TransformerEngine asks for that).
+
+    Raises:
+        ConfigError: a file that the backend cannot honour, or none of whose layers uses its format.
+        ModuleNotFoundError: TransformerEngine without nvdlfw-inspect.
+    """
+    if not config.quant_stats_config.enabled:
+        return NoStatistics()
+    path = Path(project_path(config.quant_stats_config.quant_stats_file))
+    stats_config = restrict_to_formats(yaml.safe_load(path.read_text()), plan, str(path))
+    if plan.quantized_init:
+        check_quantized_weights(stats_config, str(path))
+    writer = StatisticsWriter(Path(config.quant_stats_config.quant_log_dir))
+    if te_backend.is_reference(plan.te):
+        return ReferenceStatistics(stats_config, writer, str(path))
+    return InspectStatistics(stats_config, writer)
+
+
+class NoStatistics:
+    """``quant_stats_config.enabled=false``."""
+
+    def attach(self, model: nn.Module, start_step: int) -> None: ...
+
+    def step(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StatisticsWriter:
+    """Appends to this rank's file. A resumed run drops what an earlier run wrote about the steps that it repeats."""
+
+    def __init__(self, log_dir: Path):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.path = log_dir / LOG_FOLDER / f"nvdlfw_inspect_globalrank-{rank}.log"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._logger = logging.getLogger(f"{__name__}.{rank}")
+        self._handler: logging.Handler | None = None
+
+    def open(self, start_iteration: int) -> None:
+        """Opens the file before iteration ``start_iteration``."""
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        found = [(line, LINE.search(line)) for line in lines]
+        self.path.write_text(
+            "".join(line for line, match in found if match and int(match["iteration"]) < start_iteration)
+        )
+        self._handler = logging.FileHandler(self.path)
+        self._handler.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(message)s"))
+        self._logger.addHandler(self._handler)
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+
+    def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
+        """One line; the signature of nvdlfw-inspect's loggers."""
+        self._logger.info("%s \t\t\t\t iteration=%06d \t\t\t\t value=%.8g", name, iteration, float(value))
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._handler is not None:
+            self._logger.removeHandler(self._handler)
+            self._handler.close()
+
+
+class InspectStatistics:
+    """TransformerEngine's, through nvdlfw-inspect."""
+
+    def __init__(self, stats_config: dict[str, Any], writer: StatisticsWriter):
+        if importlib.util.find_spec("nvdlfw_inspect") is None:
+            raise ModuleNotFoundError(
+                "quant_stats_config.enabled=true needs nvdlfw-inspect with TransformerEngine: pip install -r "
+                "requirements-gpu.txt, or set te_backend=reference, which computes the statistics itself."
+            )
+        import nvdlfw_inspect.api as inspect_api
+        from nvdlfw_inspect.logging import BaseLogger
+
+        class Logger(BaseLogger):
+            def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
+                writer.log_scalar(name, value, iteration)
+
+        features = Path(importlib.util.find_spec("transformer_engine").origin).parent / "debug" / "features"
+        inspect_api.initialize(
+            config_file=stats_config,
+            feature_dirs=[str(features)],
+            statistics_logger=Logger(),
+            log_dir=str(writer.path.parents[1]),
+        )
+        self._api, self._writer = inspect_api, writer
+
+    def attach(self, model: nn.Module, start_step: int) -> None:
+        self._api.infer_and_assign_layer_names(_unwrap(model))
+        self._api.initialize_training_step(start_step)
+        self._writer.open(start_step)
+
+    def step(self) -> None:
+        self._api.step()
+
+    def close(self) -> None:
+        self._api.end_debug()
+        self._writer.close()
+
+
+class Key(NamedTuple):
+    """What one set of statistics is of."""
+
+    layer: str
+    tensor: str
+    recipe: str
+    columnwise: bool
+
+
+class ReferenceStatistics:
+    """te_reference's: every linear layer shows each of its quantisations to :meth:`_observe`."""
+
+    def __init__(self, stats_config: dict[str, Any], writer: StatisticsWriter, path: str):
+        self._config, self._writer, self._path = stats_config, writer, path
+        self._requests: dict[tuple[str, str], list[Request]] = {}  # by layer and tensor
+        self._own_recipe: dict[str, str] = {}  # by layer
+        self._collected: dict[Key, QuantStats] = {}  # of this iteration, so far
+        self._iteration = 0
+
+    def attach(self, model: nn.Module, start_step: int) -> None:
+        problems: list[str] = []
+        for layer_name, layer, recipe in low_precision_layers(_unwrap(model)):
+            for module_name, module in layer.named_modules():
+                if not hasattr(module, "observer"):
+                    continue
+                full_name = inspect_name(layer_name, module_name)
+                module.observer = partial(self._observe, full_name)
+                for part in module.linear_names:
+                    name = f"{full_name}.{part}" if part else full_name
+                    self._own_recipe[name] = type(recipe).__name__
+                    for request in requests_for(self._config, name):
+                        problems += request.problems(type(recipe).__name__)
+                        self._requests.setdefault((name, request.tensor), []).append(request)
+        if problems:
+            raise ConfigError([f"{self._path}: {problem}" for problem in dict.fromkeys(problems)])
+        self._iteration = start_step
+        self._writer.open(start_step)
+
+    def _observe(
+        self, module_name: str, part: str, tensor: str, matrix: torch.Tensor, operands: Operands, recipe: Any
+    ) -> None:
+        layer, own = f"{module_name}.{part}" if part else module_name, type(recipe).__name__
+        due = [request for request in self._requests.get((layer, tensor), ()) if request.due(self._iteration)]
+        for recipe_name, columnwise in {(stat.recipe or own, stat.columnwise) for r in due for stat in r.stats}:
+            key = Key(layer, tensor, recipe_name, columnwise)
+            if tensor == "weight" and key in self._collected:
+                continue  # the same in every micro-batch
+            if recipe_name == own:
+                stats = measure(matrix, operands, recipe, columnwise)
+            else:
+                what_if = RECIPES[recipe_name]()
+                stats = measure(matrix, quantize(matrix, what_if, tensor), what_if, columnwise)
+            self._collected[key] = self._collected[key].merge(stats) if key in self._collected else stats
+
+    def step(self) -> None:
+        merged, self._collected = merge_over_ranks(self._collected), {}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            for (layer, tensor), requests in self._requests.items():
+                for request in requests:
+                    if request.due(self._iteration):
+                        for stat in request.stats:
+                            key = Key(layer, tensor, stat.recipe or self._own_recipe[layer], stat.columnwise)
+                            name = f"{layer}_{tensor}_{stat.shown}"
+                            self._writer.log_scalar(name, merged[key].values()[stat.name], self._iteration)
+        self._iteration += 1
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def merge_over_ranks(collected: dict[Key, QuantStats]) -> dict[Key, QuantStats]:
+    """The statistics of all ranks together; every rank has the same keys. Three collectives."""
+    if not collected or not dist.is_initialized() or dist.get_world_size() == 1:
+        return collected
+    keys = sorted(collected)
+    reduced = {}
+    for field in fields(QuantStats):
+        values = [getattr(collected[key], field.name) for key in keys]
+        present = [value for value in values if value is not None]
+        operation = {"scale_inv_min": dist.ReduceOp.MIN, "scale_inv_max": dist.ReduceOp.MAX}.get(field.name)
+        if field.name == "cur_amax":
+            operation = dist.ReduceOp.MAX
+        total = torch.stack(present) if present else None
+        if total is not None:
+            dist.all_reduce(total, op=operation or dist.ReduceOp.SUM)
+        results = iter(total.unbind()) if total is not None else iter(())
+        reduced[field.name] = [None if value is None else next(results) for value in values]
+    return {
+        key: QuantStats(**{name: values[index] for name, values in reduced.items()}) for index, key in enumerate(keys)
+    }
+
+
+def inspect_name(layer_name: str, module_name: str) -> str:
+    """nvdlfw-inspect's name of a module: ``model.`` in front, and layers counted from 1.
+
+    ``model.layers.0`` and ``self_attention.proj`` -> ``model.model.layers.1.self_attention.proj``.
+    """
+    prefix, _, index = layer_name.rpartition(".")
+    return f"model.{prefix}.{int(index) + 1}.{module_name}"
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model

@@ -1,0 +1,223 @@
+"""quantization_stats.py, quantization_stats_config.py, benchmarks/plot_quant_stats.py."""
+
+import re
+import sys
+
+import pytest
+import torch
+import yaml
+
+from config import PROJECT_DIR, ConfigError
+from config_low_precision import QuantStatsConfig
+from dist_utils import run_on_ranks
+from low_precision import SHAPE, Run, make_config
+from precision import PrecisionPlan
+from quantization_stats import LINE, LOG_FOLDER, NoStatistics, start_statistics
+from quantization_stats_config import Request, Stat, layer_pattern, requests_for, restrict_to_formats
+from te_reference.emulation import quantize
+from te_reference.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
+
+
+sys.path.insert(0, str(PROJECT_DIR / "benchmarks"))
+import plot_quant_stats
+
+
+FP8, FP4 = MXFP8BlockScaling(), NVFP4BlockScaling()
+NAMES = [
+    f"model.model.layers.{number}.{part}"
+    for number in (1, 2, 12)
+    for part in ("self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
+]
+
+
+def section(feature: str = "LogFp8TensorStats", layers: dict | None = None, **entry) -> dict:
+    entry = {"tensor": "activation", "stats": ["mse"], **entry}
+    return {
+        "enabled": True,
+        "layers": layers or {"layer_types": ["all"]},
+        "transformer_engine": {feature: {"enabled": True, "tensors_struct": [entry]}},
+    }
+
+
+@pytest.mark.parametrize(
+    "layers, numbers, expected",
+    [
+        ({"layer_name_regex_pattern": "fc1$"}, [1, 12], ["1.layernorm_mlp.fc1", "12.layernorm_mlp.fc1"]),
+        ({"layer_types": ["proj", "fc2"]}, [2], ["2.self_attention.proj", "2.layernorm_mlp.fc2"]),
+        ({"layer_types": ["proj"], "layer_numbers": ["2-12"]}, [1, 12], ["12.self_attention.proj"]),
+        ({"layer_numbers": [1]}, [2], None),
+        ({"exact_layer_names": [NAMES[3]]}, [1, 2], ["1.layernorm_mlp.fc2"]),
+        ({"layer_types": ["all"]}, [], None),
+    ],
+)
+def test_layers_are_narrowed(layers, numbers, expected):
+    pattern = layer_pattern(layers, numbers)
+    if expected is None:
+        assert pattern is None
+    else:
+        assert [name.removeprefix("model.model.layers.") for name in NAMES if re.search(pattern, name)] == expected
+
+
+def test_each_feature_gets_the_layers_of_its_format():
+    plan = PrecisionPlan((FP8, FP4, None))
+    both = {"a": section(), "b": section("LogNvfp4TensorStats"), "off": {**section(), "enabled": False}}
+    restricted = restrict_to_formats(both, plan, "x.yaml")
+    features = [
+        [request.feature for request in requests_for(restricted, f"model.model.layers.{number}.layernorm_mlp.fc1")]
+        for number in (1, 2, 3)
+    ]
+    assert features == [["LogFp8TensorStats"], ["LogNvfp4TensorStats"], []]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({"a": section("LogNvfp4TensorStats")}, "logs no layer of this run, whose layers use FP8"),
+        ({"a": section("FakeQuant")}, "'FakeQuant' is not one of"),
+        ({"a": {"enabled": True}}, "needs the keys"),
+        (["a"], "logs no layer"),
+    ],
+)
+def test_a_file_that_cannot_be_honoured_is_refused(content, message):
+    with pytest.raises(ConfigError, match=message):
+        restrict_to_formats(content, PrecisionPlan((FP8, FP8)), "x.yaml")
+
+
+@pytest.mark.parametrize(
+    "text, recipe, message",
+    [
+        ("underflows%", "MXFP8BlockScaling", None),
+        ("mxfp8_mse_columnwise", "DelayedScaling", None),
+        ("overflows%", "DelayedScaling", None),
+        ("overflows%", "Float8CurrentScaling", "only DelayedScaling"),
+        ("mse_columnwise", "Float8CurrentScaling", "one scale for both directions"),
+        ("fp8_delayed_scaling_mse", "Float8CurrentScaling", "needs the scales of earlier steps"),
+        ("nvfp4_mse", "MXFP8BlockScaling", "LogNvfp4TensorStats"),
+        ("amax", "MXFP8BlockScaling", "LogFp8TensorStats has"),
+    ],
+)
+def test_statistics_are_checked(text, recipe, message):
+    request = Request("LogFp8TensorStats", "weight", (Stat.parse(text, "LogFp8TensorStats"),))
+    problems = request.problems(recipe)
+    assert (message is None and not problems) or message in problems[0]
+
+
+def test_due():
+    """nvdlfw-inspect's rule: multiples of freq between start and end, both included."""
+    request = Request("LogFp8TensorStats", "weight", (), freq=5, start_step=7, end_step=20)
+    assert [iteration for iteration in range(40) if request.due(iteration)] == [10, 15, 20]
+
+
+@pytest.mark.parametrize("name", ["fp8_debugging_stats.yaml", "fp4_debugging_stats.yaml"])
+def test_shipped_files(name):
+    content = yaml.safe_load((PROJECT_DIR / name).read_text())
+    plan = PrecisionPlan((FP8, FP4) if name.startswith("fp4") else (FP8, None))
+    restricted = restrict_to_formats(content, plan, name)
+    for layer in NAMES[:4]:
+        assert {request.tensor for request in requests_for(restricted, layer)} == {"activation", "gradient", "weight"}
+
+
+def collect(folder: str, content: dict, recipe: str, layout: str, steps: int, resume_at: int | None = None, **options):
+    """Trains with statistics; returns {(name, iteration): value} of rank 0's file."""
+    path = f"{folder}/stats.yaml"
+    with open(path, "w") as file:
+        yaml.safe_dump(content, file)
+    stats_config = QuantStatsConfig(True, path, f"{folder}/logs")
+    run = Run(make_config(recipe, quant_stats_config=stats_config, **options), layout)
+    for first, last in [(0, steps)] if resume_at is None else [(0, steps), (resume_at, steps)]:
+        statistics = start_statistics(run.config, run.precision)
+        statistics.attach(run.model, first)
+        for step in range(first + 1, last + 1):
+            run.train(step, step)
+            statistics.step()
+        statistics.close()
+    with open(f"{folder}/logs/{LOG_FOLDER}/nvdlfw_inspect_globalrank-0.log") as file:
+        found = [LINE.search(line) for line in file]
+    return [((match["name"], int(match["iteration"])), float(match["value"])) for match in found]
+
+
+def test_reference_statistics_are_those_of_the_tensors(tmp_path):
+    """The weight is known: its statistics by hand. Names, iterations and the NVFP4 prefix as nvdlfw-inspect's."""
+    weights = {"tensor": "weight", "stats": ["mse", "scale_inv_max", "mxfp8_underflows%"], "freq": 2}
+    content = {"a": section(layers={"layer_types": ["proj"]}, **weights)}
+    values = dict(collect(str(tmp_path), content, "Float8CurrentScaling", "plain", 3))
+    assert len(values) == 2 * 3 * 2 and {iteration for _, iteration in values} == {0, 2}
+    weight = Run(make_config()).model.model.layers[0].self_attention.proj.weight.detach()
+    quantized = quantize(weight, Float8CurrentScaling(), "weight").rowwise
+    name = "model.model.layers.1.self_attention.proj_weight"
+    assert values[f"{name}_mse", 0] == pytest.approx((weight - quantized.dequantize()).square().mean().item(), rel=1e-6)
+    assert values[f"{name}_scale_inv_max", 0] == pytest.approx(weight.abs().max().item() / 448, rel=1e-6)
+    mx = quantize(weight, FP8, "weight").rowwise.dequantize()
+    assert values[f"{name}_mxfp8_underflows%", 0] == pytest.approx(
+        100 * ((mx == 0) & (weight != 0)).float().mean().item()
+    )
+
+
+def test_nvfp4_names_and_resumed_iterations(tmp_path):
+    content = {"a": section("LogNvfp4TensorStats", layers={"layer_types": ["fc1"]}, tensor="gradient")}
+    rows = collect(str(tmp_path), content, "NVFP4BlockScaling", "plain", 3, resume_at=2)
+    names = [f"model.model.layers.{number}.layernorm_mlp.fc1_gradient_nvfp4_mse" for number in (1, 2)]
+    # Iteration 2 was logged twice; the resumed run replaced it.
+    assert [row[0] for row in rows] == [(name, iteration) for iteration in range(3) for name in names]
+
+
+def spread(folder: str) -> list | None:
+    content = {"a": section(tensor="activation", stats=["mse", "underflows%"], layers={"layer_numbers": [1]})}
+    stats = {"path": f"{folder}/stats.yaml"}
+    if torch.distributed.get_rank() == 0:
+        with open(stats["path"], "w") as file:
+            yaml.safe_dump(content, file)
+    torch.distributed.barrier()
+    config = make_config(
+        "MXFP8BlockScaling", quant_stats_config=QuantStatsConfig(True, stats["path"], f"{folder}/logs")
+    )
+    run = Run(config, "fsdp2")
+    own = {}
+    statistics = start_statistics(config, run.precision)
+    statistics.attach(run.model, 0)
+    run.train(1, 1)
+    for key, value in statistics._collected.items():
+        own[key.layer] = value.values()["mse"]
+    statistics.step()
+    statistics.close()
+    return list(own.items())
+
+
+def test_ranks_are_merged(tmp_path):
+    """The mse over both ranks is the mean of theirs: they hold equally many tokens."""
+    one, other = (dict(pairs) for pairs in run_on_ranks(spread, 2, str(tmp_path)))
+    log = (tmp_path / "logs" / LOG_FOLDER / "nvdlfw_inspect_globalrank-0.log").read_text()
+    merged = {m["name"]: float(m["value"]) for m in map(LINE.search, log.splitlines())}
+    assert len(one) == 4
+    for layer in one:
+        assert merged[f"{layer}_activation_mse"] == pytest.approx((one[layer] + other[layer]) / 2, rel=1e-5)
+
+
+def test_off_by_default_and_refused_for_weights_without_high_precision(tmp_path):
+    assert isinstance(start_statistics(make_config(), PrecisionPlan((None,))), NoStatistics)
+    with pytest.raises(ConfigError, match="mse of weight needs the weight in high precision"):
+        collect(str(tmp_path), {"a": section(tensor="weight")}, "MXFP8BlockScaling", "plain", 1, qinit=True)
+    content = {"a": section(tensor="weight", stats=["scale_inv_min"])}
+    rows = collect(str(tmp_path), content, "MXFP8BlockScaling", "plain", 1, qinit=True)
+    assert len(rows) == SHAPE["num_hidden_layers"] * 4
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    content = {"a": section(stats=["mse", "underflows%"])}
+    collect(str(tmp_path), content, "MXFP8BlockScaling", "plain", 3)
+    log = tmp_path / "logs" / LOG_FOLDER / "nvdlfw_inspect_globalrank-0.log"
+    written = plot_quant_stats.plot(plot_quant_stats.read_statistics(log), tmp_path / "plots")
+    assert [path.name for path in written] == ["activation_mse.png", "activation_underflows_percent.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_read_statistics(tmp_path):
+    line = (
+        "2026-01-31 12:00:00,000 - INFO - model.model.layers.3.layernorm_mlp.fc1_gradient_nvfp4_underflows% \t\t\t\t "
+    )
+    (tmp_path / "log").write_text(f"{line}iteration=000010 \t\t\t\t value=0.2500\nanother line\n")  # as TE writes it
+    expected = {("gradient", "nvfp4_underflows%"): {("layernorm_mlp.fc1", 3): {10: 0.25}}}
+    assert plot_quant_stats.read_statistics(tmp_path / "log") == expected
+    with pytest.raises(ValueError, match="no statistic whose name contains 'proj'"):
+        plot_quant_stats.read_statistics(tmp_path / "log", "proj")
