@@ -35,10 +35,43 @@ class RotaryPositionEmbedding(nn.Module):
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the halves of the last dim of ``x`` [..., H]; ``cos`` and ``sin`` broadcast against [..., H/2]."""
-    x1, x2 = x.float().chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+def _rotate_into(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotates the halves of the last dim of ``x`` in FP32 and rounds once, into ``out``."""
+    exact = out if out.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
+    (x1, x2), (out1, out2) = x.float().chunk(2, dim=-1), exact.chunk(2, dim=-1)
+    torch.mul(x.float(), torch.cat((cos, cos), dim=-1), out=exact)
+    out1.addcmul_(x2, sin, value=-1)
+    out2.addcmul_(x1, sin)
+    if exact is not out:
+        out.copy_(exact)
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    """[..., K, R+2, H] -> rotated queries [..., K, R, H] and key, value [..., K, H].
+
+    A rotation's gradient is the rotation back, so nothing but the angles is kept, and every gradient is written once,
+    to where it belongs in that of the whole.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
+        ctx.save_for_backward(cos, sin)
+        ctx.shape = qkv.shape
+        query, key, value = qkv.split((qkv.shape[-2] - 2, 1, 1), dim=-2)
+        rotated = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key)]
+        for out, x in zip(rotated, (query, key), strict=True):
+            _rotate_into(out, x, cos, sin)
+        return rotated[0], rotated[1].squeeze(-2), value.squeeze(-2).clone()
+
+    @staticmethod
+    def backward(ctx, grad_query: torch.Tensor, grad_key: torch.Tensor, grad_value: torch.Tensor):
+        cos, sin = ctx.saved_tensors
+        grad = torch.empty(ctx.shape, dtype=grad_query.dtype, device=grad_query.device)
+        query, key, value = grad.split((ctx.shape[-2] - 2, 1, 1), dim=-2)
+        _rotate_into(query, grad_query, cos, -sin)
+        _rotate_into(key, grad_key.unsqueeze(-2), cos, -sin)
+        value.copy_(grad_value.unsqueeze(-2))
+        return grad, None, None
 
 
 def thd_positions(cu_seqlens: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
@@ -211,10 +244,10 @@ class DotProductAttention(nn.Module):
         self, q_BSNH: torch.Tensor, k_BSKH: torch.Tensor, v_BSKH: torch.Tensor, is_causal: bool = True
     ) -> torch.Tensor:
         repeat = self.num_attention_heads // self.num_gqa_groups
-        if repeat > 1:  # sdpa's CPU kernel has no grouped queries of its own
-            k_BSKH, v_BSKH = (x.repeat_interleave(repeat, dim=2) for x in (k_BSKH, v_BSKH))
         q, k, v = (x.transpose(1, 2) for x in (q_BSNH, k_BSKH, v_BSKH))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=self.scale).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=self.scale, enable_gqa=repeat > 1
+        ).transpose(1, 2)
 
 
 class MultiheadAttention(nn.Module):
@@ -314,20 +347,18 @@ class MultiheadAttention(nn.Module):
         # [..., K, R+2, H]: the queries of a KV head, its key, its value.
         qkv = self.layernorm_qkv(hidden_states, is_first_microbatch)
         qkv = qkv.unflatten(-1, (self.num_kv_heads, R + 2, self.head_dim))
-        qk, value = qkv[..., : R + 1, :], qkv[..., R + 1, :]
-        if rotary_pos_emb is not None:
-            angles = rotary_pos_emb[:, 0, 0, : self.head_dim // 2]
-            if inference_params is not None:
-                cos, sin = inference_params.rotation(angles, hidden_states)
-            else:
-                offsets = cu_seqlens_q_padded if pad_between_seqs else cu_seqlens_q
-                angles = angles[self._positions(hidden_states, offsets, angles.shape[0])]
-                angles = angles[:, None, None, :]  # token, KV head, query, H/2
-                cos, sin = angles.cos(), angles.sin()
-            qk = apply_rotary(qk, cos, sin)
-        query, key = qk[..., :R, :].flatten(-3, -2), qk[..., R, :]
+        _require(rotary_pos_emb is not None, "te_reference.MultiheadAttention needs rotary_pos_emb.")
+        angles = rotary_pos_emb[:, 0, 0, : self.head_dim // 2]
+        if inference_params is not None:
+            cos, sin = inference_params.rotation(angles, hidden_states)
+        else:
+            offsets = cu_seqlens_q_padded if pad_between_seqs else cu_seqlens_q
+            angles = angles[self._positions(hidden_states, offsets, angles.shape[0])]
+            angles = angles[:, None, None, :]  # token, KV head, query, H/2
+            cos, sin = angles.cos(), angles.sin()
+        query, key, value = _SplitAndRotate.apply(qkv, cos, sin)
         context = self.core_attention(
-            query,
+            query.flatten(-3, -2),
             key,
             value,
             cu_seqlens_q=cu_seqlens_q,

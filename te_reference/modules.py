@@ -21,15 +21,59 @@ from te_reference.quantized_weight import QuantizedWeight, quantize_parameter
 from te_reference.recipe import Recipe
 
 
+class _RMSNorm(torch.autograd.Function):
+    """With r = 1 / sqrt(mean(x^2) + eps), n = x r and h = g w: dx = r (h - n mean(h n)), dw = sum of g n over tokens.
+
+    torch decomposes its rms_norm into twice as many passes on a CPU.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x_TD.float()
+        r_T1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x_TD, weight_D, r_T1)
+        return (x * r_T1).mul_(weight_D.float())
+
+    @staticmethod
+    def backward(ctx, grad_TD: torch.Tensor):
+        x_TD, weight_D, r_T1 = ctx.saved_tensors
+        n_TD = x_TD.float() * r_T1
+        gn_TD = grad_TD * n_TD
+        grad_weight_D = gn_TD.flatten(0, -2).sum(0)
+        mean_T1 = (gn_TD @ weight_D.float()).div_(x_TD.shape[-1]).unsqueeze(-1)
+        grad_x_TD = torch.addcmul(grad_TD * weight_D.float(), n_TD, mean_T1, value=-1).mul_(r_T1)
+        return grad_x_TD.to(x_TD.dtype), grad_weight_D.to(weight_D.dtype), None
+
+
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight: FP32, not rounded yet."""
-    return F.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps)
+    return _RMSNorm.apply(x_TD, weight_D, eps)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Writes both halves of the gradient where they belong: no concatenation."""
+
+    @staticmethod
+    def forward(ctx, x_T2F: torch.Tensor) -> torch.Tensor:
+        gate_TF, up_TF = x_T2F.float().chunk(2, dim=-1)
+        activated_TF = F.silu(gate_TF)
+        ctx.save_for_backward(x_T2F, activated_TF)
+        return activated_TF * up_TF
+
+    @staticmethod
+    def backward(ctx, grad_TF: torch.Tensor) -> torch.Tensor:
+        x_T2F, activated_TF = ctx.saved_tensors
+        gate_TF, up_TF = x_T2F.float().chunk(2, dim=-1)
+        grad_T2F = torch.empty(x_T2F.shape, dtype=torch.float32, device=x_T2F.device)
+        grad_gate_TF, grad_up_TF = grad_T2F.chunk(2, dim=-1)
+        torch.mul(grad_TF, activated_TF, out=grad_up_TF)
+        torch.ops.aten.silu_backward.grad_input(grad_TF * up_TF, gate_TF, grad_input=grad_gate_TF)
+        return grad_T2F.to(x_T2F.dtype)
 
 
 def swiglu(x_T2F: torch.Tensor) -> torch.Tensor:
     """silu(first half) * second half of the last dim: FP32, not rounded yet."""
-    gate_TF, up_TF = x_T2F.float().chunk(2, dim=-1)
-    return F.silu(gate_TF) * up_TF
+    return _SwiGLU.apply(x_T2F)
 
 
 def _require(condition: bool, message: str) -> None:
