@@ -16,12 +16,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from config_low_precision import FP4Config, FP8Config, QuantStatsConfig, low_precision_problems
+from config_low_precision import FP4Config, FP8Config, QuantStatsConfig
+from config_rules import find_problems
 
 
 logger = logging.getLogger(__name__)
-
-PROJECT_DIR = Path(__file__).resolve().parent
 
 
 class ConfigError(ValueError):
@@ -237,14 +236,6 @@ def register_schema() -> None:
     ConfigStore.instance().store(name="schema", node=TrainConfig)
 
 
-def project_path(name_or_path: str) -> str:
-    """A path that exists below the working folder or the project folder, absolute; else the argument (a Hub name)."""
-    for base in (Path.cwd(), PROJECT_DIR):
-        if (base / name_or_path).exists():
-            return str((base / name_or_path).resolve())
-    return name_or_path
-
-
 def load_config(
     cfg: DictConfig, script: str, world_size: int | None = None, overrides: list[str] | None = None
 ) -> TrainConfig:
@@ -291,203 +282,6 @@ def unknown_keys(node: Any, prefix: str = "") -> list[str]:
     for name in names:
         if is_dataclass(getattr(node, name)):
             problems += unknown_keys(getattr(node, name), f"{prefix}{name}.")
-    return problems
-
-
-def find_problems(config: TrainConfig, world_size: int) -> list[str]:
-    """All broken rules of ``config`` as run on ``world_size`` processes."""
-    problems: list[str] = []
-
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            problems.append(message)
-
-    def choice(name: str, value: Any, allowed: tuple) -> None:
-        require(value in allowed, f"{name}={value!r} is not one of {', '.join(map(str, allowed))}.")
-
-    def at_least(name: str, value: float | None, minimum: float) -> None:
-        require(value is None or value >= minimum, f"{name}={value} must be at least {minimum}.")
-
-    choice("te_backend", config.te_backend, ("auto", "transformer_engine", "reference"))
-    choice("dtype", config.dtype, ("auto", "float32", "bfloat16"))
-    choice("activation_checkpointing", config.activation_checkpointing, ("off", "full", "selective"))
-    choice("wandb.mode", config.wandb.mode, ("online", "offline", "disabled"))
-    at_least("num_train_steps", config.num_train_steps, 1)
-    at_least("seed", config.seed, 0)
-    at_least("grad_acc_steps", config.grad_acc_steps, 1)
-    at_least("max_grad_norm", config.max_grad_norm, 0)
-    at_least("hsdp_replicate_size", config.hsdp_replicate_size, 1)
-    at_least("logger.frequency", config.logger.frequency, 1)
-    if config.hsdp_replicate_size >= 1:
-        require(
-            world_size % config.hsdp_replicate_size == 0,
-            f"hsdp_replicate_size={config.hsdp_replicate_size} does not divide the world size {world_size}.",
-        )
-
-    at_least("cp_size", config.cp_size, 1)
-    choice("cp_comm_type", config.cp_comm_type, ("p2p", "all_gather", "a2a", "a2a+p2p"))
-    if config.cp_size > 1:
-        chunks = 2 * config.cp_size
-        require(
-            world_size % config.cp_size == 0,
-            f"cp_size={config.cp_size} does not divide the world size {world_size}: start a multiple of "
-            f"{config.cp_size} processes.",
-        )
-        require(
-            config.use_te,
-            f"use_te=false (Hugging Face's model) cannot share sequences: cp_size={config.cp_size} must be 1.",
-        )
-        require(
-            not config.use_torch_compile,
-            f"use_torch_compile=true: attention that communicates cannot be compiled; drop it, or set cp_size=1, not "
-            f"{config.cp_size}.",
-        )
-        require(
-            config.dataset.max_seq_length % chunks == 0,
-            f"dataset.max_seq_length={config.dataset.max_seq_length} is not a multiple of 2 * cp_size = {chunks}: "
-            "every sequence is cut into that many chunks.",
-        )
-        require(
-            config.dataset.token_micro_batch_size is None or config.dataset.token_micro_batch_size % chunks == 0,
-            f"dataset.token_micro_batch_size={config.dataset.token_micro_batch_size} is not a multiple of "
-            f"2 * cp_size = {chunks}.",
-        )
-
-    at_least("parallelism.dp_size", config.parallelism.dp_size, 1)
-    at_least("parallelism.ep_size", config.parallelism.ep_size, 1)
-    if 0 not in (config.parallelism.dp_size, config.parallelism.ep_size):
-        dp_size, ep_size = config.parallelism.sizes(world_size)
-        require(
-            dp_size * ep_size == world_size,
-            f"parallelism.dp_size * ep_size = {dp_size} * {ep_size} is not the world size {world_size}: start that "
-            "many processes, or leave one of them null.",
-        )
-
-    data = config.dataset
-    at_least("dataset.micro_batch_size", data.micro_batch_size, 1)
-    at_least("dataset.token_micro_batch_size", data.token_micro_batch_size, 1)
-    at_least("dataset.max_seq_length", data.max_seq_length, 4)
-    at_least("dataset.buffer_size", data.buffer_size, 1)
-    at_least("dataset.num_workers", data.num_workers, 0)
-    require(
-        0 <= data.stride < max(data.max_seq_length - 2, 1),
-        f"dataset.stride={data.stride} must be at least 0 and below max_seq_length - 2 = {data.max_seq_length - 2}, "
-        "or windows would not advance.",
-    )
-    require(
-        "path" in data.load_dataset_kwargs,
-        "dataset.load_dataset_kwargs.path is missing: give a Parquet file, a folder of them, or a Hub data set name.",
-    )
-    dp_size = world_size // config.cp_size if config.cp_size >= 1 else world_size
-    streams = max(dp_size, 1) * max(data.num_workers, 1)
-    require(
-        data.num_shards >= 1 and data.num_shards % streams == 0,
-        f"dataset.num_shards={data.num_shards} must be a multiple of data-parallel size * max(num_workers, 1) = "
-        f"{dp_size} * {max(data.num_workers, 1)} = {streams}; it is part of the data order, so set it once for the "
-        "largest run you plan.",
-    )
-    if data.token_micro_batch_size is not None:
-        require(
-            config.use_sequence_packing,
-            f"dataset.token_micro_batch_size={data.token_micro_batch_size} needs use_sequence_packing=true "
-            "(BSHD batches are sized by dataset.micro_batch_size).",
-        )
-        require(
-            data.split_last_document or data.token_micro_batch_size >= data.max_seq_length,
-            f"dataset.token_micro_batch_size={data.token_micro_batch_size} cannot hold a window of max_seq_length="
-            f"{data.max_seq_length} tokens: raise it, or set dataset.split_last_document=true.",
-        )
-    for name, path in [
-        ("config_name_or_path", config.config_name_or_path),
-        ("dataset.tokenizer_name_or_path", data.tokenizer_name_or_path),
-    ]:
-        local = path.startswith((".", "/", "~"))
-        require(not local or Path(project_path(path)).exists(), f"{name}={path!r}: no such file or folder.")
-
-    if config.init_from_pretrained is not None:
-        folder = Path(project_path(config.init_from_pretrained))
-        require(
-            (folder / "config.json").is_file(),
-            f"init_from_pretrained={config.init_from_pretrained!r} is no folder with a config.json: give a local model "
-            "folder (python convert.py hf-to-te downloads and converts one from the Hub).",
-        )
-
-    validation = config.validation
-    at_least("validation.every_n_steps", validation.every_n_steps, 0)
-    at_least("validation.max_batches", validation.max_batches, 1)
-    if validation.enabled:
-        require("path" in validation.load_dataset_kwargs, "validation.load_dataset_kwargs.path is missing.")
-    else:
-        require(
-            validation.every_n_steps == 0,
-            f"validation.every_n_steps={validation.every_n_steps} would be ignored: set validation.enabled=true.",
-        )
-
-    checkpoint = config.checkpoint
-    at_least("checkpoint.save_every_n_steps", checkpoint.save_every_n_steps, 0)
-    at_least("checkpoint.max_checkpoints", checkpoint.max_checkpoints, 1)
-    for key in ("save_every_n_steps", "resume_from_checkpoint", "save_final_model"):
-        require(
-            not getattr(checkpoint, key) or checkpoint.ckpt_dir is not None,
-            f"checkpoint.{key}={getattr(checkpoint, key)} needs checkpoint.ckpt_dir.",
-        )
-    require(
-        data.use_stateful_dataloader or not (checkpoint.save_every_n_steps or checkpoint.resume_from_checkpoint),
-        "dataset.use_stateful_dataloader=false would lose the position in the data: set it to true, or turn off "
-        "checkpoint.save_every_n_steps and resume_from_checkpoint.",
-    )
-
-    optimizer, schedule = config.adamw_kwargs, config.lr_scheduler_kwargs
-    require(optimizer.lr > 0, f"adamw_kwargs.lr={optimizer.lr} must be positive.")
-    require(
-        len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas),
-        f"adamw_kwargs.betas={optimizer.betas} must be two numbers in [0, 1).",
-    )
-    require(optimizer.eps > 0, f"adamw_kwargs.eps={optimizer.eps} must be positive.")
-    at_least("adamw_kwargs.weight_decay", optimizer.weight_decay, 0)
-    at_least("lr_scheduler_kwargs.num_warmup_steps", schedule.num_warmup_steps, 0)
-    at_least("lr_scheduler_kwargs.num_decay_steps", schedule.num_decay_steps, 1)
-    require(
-        0 <= schedule.min_lr_ratio <= 1, f"lr_scheduler_kwargs.min_lr_ratio={schedule.min_lr_ratio} must be in [0, 1]."
-    )
-    if config.profiler.enabled:
-        require(
-            1 <= config.profiler.start_step <= min(config.profiler.end_step, config.num_train_steps),
-            f"profiler.start_step={config.profiler.start_step} must be at least 1 and at most end_step="
-            f"{config.profiler.end_step} and num_train_steps={config.num_train_steps}.",
-        )
-
-    problems += low_precision_problems(config, world_size)
-    if config.quant_stats_config.enabled:
-        path = config.quant_stats_config.quant_stats_file
-        require(Path(project_path(path)).is_file(), f"quant_stats_config.quant_stats_file={path!r}: no such file.")
-
-    attn_input_format = "thd" if config.use_sequence_packing else "bshd"
-    given = config.config_kwargs.get("attn_input_format")
-    require(
-        given in (None, attn_input_format),
-        f"config_kwargs.attn_input_format={given!r} contradicts use_sequence_packing="
-        f"{str(config.use_sequence_packing).lower()}, which makes {attn_input_format} batches.",
-    )
-    mask_types = ("padding_causal",) if config.use_sequence_packing else ("causal",)
-    mask_type = config.config_kwargs.get("self_attn_mask_type")
-    require(
-        mask_type in (None, *mask_types),
-        f"config_kwargs.self_attn_mask_type={mask_type!r} must be {mask_types[0]} for {attn_input_format} batches.",
-    )
-    if not config.use_te:
-        require(
-            not config.use_sequence_packing,
-            "use_te=false (Hugging Face's model) takes padded batches: set use_sequence_packing=false or use_te=true.",
-        )
-        require(
-            config.te_backend == "auto",
-            f"te_backend={config.te_backend} has no meaning with use_te=false: drop one of them.",
-        )
-    elif config.te_backend == "transformer_engine":
-        require(
-            not config.use_torch_compile, "use_torch_compile=true: TE layers break torch.compile's graphs; drop it."
-        )
     return problems
 
 

@@ -26,7 +26,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from collator import Batch, BSHDCollator, THDCollator, build_label_table, round_up
-from config import TrainConfig, project_path
+from config import TrainConfig
+from paths import project_path
 from records import RecordFeed, Records, open_records
 from windows import ShardState, WindowCutter, WindowStream
 

@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 
 from collator import BSHDCollator, THDCollator, build_label_table
-from config import PROJECT_DIR, project_path
 from dataset import load_tokenizer
 from distributed import init_distributed, shut_down
+from paths import PROJECT_DIR, project_path
 from pretrained import load_model, project_architecture
 from records import find_parquet_files, open_records
 from scoring import Scores, score_texts

@@ -28,7 +28,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import te_backend
-from config import ConfigError, TrainConfig, project_path
+from config import ConfigError, TrainConfig
+from paths import project_path
 from precision import PrecisionPlan
 from quantization_stats_config import Request, check_quantized_weights, requests_for, restrict_to_formats
 from quantized_parameters import low_precision_layers

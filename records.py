@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from config import PROJECT_DIR, project_path
+from paths import PROJECT_DIR, project_path
 
 
 logger = logging.getLogger(__name__)

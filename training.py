@@ -14,11 +14,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collator import Batch
-from config import TrainConfig, project_path
+from config import TrainConfig
 from context_parallel import all_to_all_size, local_world_size, split_batch
 from dataset import TrainLoader, merge_loader_states
 from loss import IGNORE_INDEX
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
+from paths import project_path
 from precision import PrecisionPlan
 from quantized_parameters import unchanged_scales
 

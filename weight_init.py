@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from config import project_path
+from paths import project_path
 from pretrained import load_weights
 from quantized_parameters import set_local_values
 

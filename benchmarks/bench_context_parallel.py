@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import te_backend
 from collator import Batch, BSHDCollator, THDCollator
-from config import PROJECT_DIR, TrainConfig
+from config import TrainConfig
 from context_parallel import (
     ContextParallel,
     all_to_all_size,
@@ -40,6 +40,7 @@ from context_parallel import (
 from distributed import DistributedContext, init_distributed, shut_down
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 from optimizer import build_optimizer
+from paths import PROJECT_DIR
 from train_fsdp2_cp import shard
 from training import to_device
 from weight_init import initialize_weights

@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import te_backend
-from config import project_path
 from convert import convert_llama_hf_to_te
+from paths import project_path
 
 
 def build(options: argparse.Namespace, device: torch.device) -> tuple[LlamaForCausalLM, Any]:

@@ -5,13 +5,7 @@ import torch.distributed as dist
 
 import te_backend
 from checkpoint import Checkpointer
-from config import (
-    AdamWConfig,
-    CheckpointConfig,
-    DatasetConfig,
-    SchedulerConfig,
-    TrainConfig,
-)
+from config import AdamWConfig, CheckpointConfig, DatasetConfig, SchedulerConfig, TrainConfig
 from config_low_precision import FP4_RECIPES, FP4Config, FP8Config, QuantizedModelInitConfig
 from distributed import DistributedContext, all_reduce_sum
 from modeling_llama_te import NVLlamaConfig

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from collator import BSHDCollator, THDCollator, build_label_table, round_up
-from config import project_path
+from paths import project_path
 
 
 @pytest.fixture(scope="module")

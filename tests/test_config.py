@@ -4,7 +4,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
-from config import PROJECT_DIR, ConfigError, load_config, register_schema, save_resolved
+from config import ConfigError, load_config, register_schema, save_resolved
+from paths import PROJECT_DIR
 
 
 def compose_config(overrides=(), name="L0_sanity", family="llama", script="train_fsdp2", world_size=1):

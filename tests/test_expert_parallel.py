@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import te_reference
 from checkpoint import Checkpointer
-from config import CheckpointConfig, ParallelismConfig, SchedulerConfig, TrainConfig, find_problems
+from config import CheckpointConfig, ParallelismConfig, SchedulerConfig, TrainConfig
+from config_rules import find_problems
 from dist_utils import run_on_ranks, run_script
 from distributed import DistributedContext
 from expert_parallel import TokenDispatcher, check_layout

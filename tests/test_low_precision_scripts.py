@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 import train_ddp
 import train_fsdp2
-from config import PROJECT_DIR, ConfigError, register_schema
+from config import ConfigError, register_schema
+from paths import PROJECT_DIR
 from quantization_stats import LOG_FOLDER
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import te_reference
-from config import PROJECT_DIR, ConfigError, TrainConfig, project_path
+from config import ConfigError, TrainConfig
 from low_precision import SHAPE, Run, make_config
 from modeling_llama_te import NVLlamaConfig
+from paths import PROJECT_DIR, project_path
 from precision import PrecisionPlan
 from quantization import (
     HARDWARE,

@@ -7,10 +7,11 @@ import pytest
 import torch
 import yaml
 
-from config import PROJECT_DIR, ConfigError
+from config import ConfigError
 from config_low_precision import QuantStatsConfig
 from dist_utils import run_on_ranks
 from low_precision import SHAPE, Run, make_config
+from paths import PROJECT_DIR
 from precision import PrecisionPlan
 from quantization_stats import LINE, LOG_FOLDER, NoStatistics, start_statistics
 from quantization_stats_config import Request, Stat, layer_pattern, requests_for, restrict_to_formats

@@ -7,10 +7,10 @@ from transformers import AutoTokenizer
 
 import te_reference
 from checkpoint import save_final_model
-from config import PROJECT_DIR
 from dist_utils import run_on_ranks
 from low_precision import Run, make_config
 from modeling_llama_te import NVLlamaForCausalLM
+from paths import PROJECT_DIR
 from quantized_parameters import delayed_scaling_tensors, dequantized, is_quantized, local_tensor, unchanged_scales
 from te_reference.emulation import quantize
 from te_reference.quantized_weight import QuantizedWeight
