@@ -22,6 +22,7 @@ FP32 master is stored, and the parameter quantised from it again (quantized_para
 delayed scaling are ``scaling.<module>.<tensor>``.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -34,7 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 
 from config import CheckpointConfig
+from distributed import nothing, together
 from export import is_project_model, write_model_code
 from optimizer import initialize_state
 from quantized_parameters import delayed_scaling_tensors, dequantized, is_quantized, requantize_from_masters
@@ -100,17 +102,28 @@ class Checkpointer:
         if self.directory is None:
             return
         _check_writable(self.directory, f"checkpoint.ckpt_dir={config.ckpt_dir!r}")
+        self._lock: TextIO | None = None
+        in_use = f"{self.directory} is in use by another run: wait for it, or give another checkpoint.ckpt_dir"
+        together(self._take_lock if _rank() == 0 and config.save_every_n_steps else nothing, ValueError, in_use)
         if config.async_save and dist.is_initialized():
             # The background thread communicates while the training loop does, and must not share its groups.
             self._group = dist.new_group(backend="gloo")
-        afresh = config.save_every_n_steps and not config.resume_from_checkpoint
-        if _rank() == 0 and afresh and (earlier := _committed(self.directory)):
-            logger.warning(
-                "%s holds checkpoints of an earlier run (the last: %s). This run starts afresh, and its checkpoints "
-                "count as newer. To continue that run instead, set checkpoint.resume_from_checkpoint=true.",
-                self.directory,
-                earlier[-1][1].name,
-            )
+        self._earlier: set[Path] = set()
+        """Checkpoints of another run: never pruned, and moved aside where one of the same step is saved."""
+        if _rank() == 0 and config.save_every_n_steps and not config.resume_from_checkpoint:
+            self._earlier = {folder for _, folder in _committed(self.directory)}
+            if self._earlier:
+                logger.warning(
+                    "%s holds %d checkpoints of an earlier run. This run starts afresh; its own count as newer, the "
+                    "others are kept. To continue that run instead, set checkpoint.resume_from_checkpoint=true.",
+                    self.directory,
+                    len(self._earlier),
+                )
+
+    def _take_lock(self) -> None:
+        """Rank 0: one run at a time; the operating system lets go when the process ends, however it does."""
+        self._lock = open(self.directory.with_name(f".{self.directory.name}.lock"), "a")  # noqa: SIM115  held as long as this object
+        fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def save(self, step: int, rank_state: dict[str, Any]) -> None:
         """Saves the state after ``step`` optimiser steps.
@@ -127,9 +140,9 @@ class Checkpointer:
         self._wait()
         staging = self.directory / f"step_{step}.staging"
         what = f"{self.directory / f'step_{step}'} cannot be written"
-        _together(partial(self._make_staging, staging) if _rank() == 0 else _nothing, RuntimeError, what)
+        together(partial(self._make_staging, staging) if _rank() == 0 else nothing, RuntimeError, what)
         # Before DCP's exchange, so that its end on rank 0 means that these files are whole too.
-        _together(partial(_save_object, rank_state, staging / f"rank_{_rank()}.pt"), RuntimeError, what)
+        together(partial(_save_object, rank_state, staging / f"rank_{_rank()}.pt"), RuntimeError, what)
         initialize_state(self.optimizer)
         progress = {
             "step": step,
@@ -158,8 +171,8 @@ class Checkpointer:
             ValueError: on every rank, if the checkpoint is of another model or another kind of optimiser.
         """
         self._wait()
-        find = partial(_committed, self.directory, warn=True) if _rank() == 0 else _nothing
-        found = _together(find, RuntimeError, f"{self.directory} cannot be read")[0]
+        find = partial(_committed, self.directory, warn=True) if _rank() == 0 else nothing
+        found = together(find, RuntimeError, f"{self.directory} cannot be read")[0]
         if not found:
             if _rank() == 0:
                 logger.warning("no committed checkpoint in %s: starting from step 0", self.directory)
@@ -168,7 +181,11 @@ class Checkpointer:
         initialize_state(self.optimizer)
         tensors = self._tensors()
         reader = dcp.FileSystemReader(folder)
-        _check_same_tensors(tensors, reader.read_metadata(), folder)
+        try:
+            metadata = reader.read_metadata()
+        except Exception as error:  # a damaged pickle raises anything
+            raise RuntimeError(f"{folder} is damaged: move it away to resume from the one before. {error}") from error
+        _check_same_tensors(tensors, metadata, folder)
         try:
             # In place: the tensors are the model's and the optimiser's own, so nothing is cast or copied twice.
             dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
@@ -187,8 +204,8 @@ class Checkpointer:
             # Pickles, as DCP's own metadata: load only checkpoints that you trust.
             return [torch.load(path, "cpu", weights_only=False) for path in paths]
 
-        read = read_rank_states if _rank() == 0 else _nothing  # one reader, however many ranks
-        return LoadedCheckpoint(progress["step"], _together(read, RuntimeError, f"{folder} cannot be read")[0])
+        read = read_rank_states if _rank() == 0 else nothing  # one reader, however many ranks
+        return LoadedCheckpoint(progress["step"], together(read, RuntimeError, f"{folder} cannot be read")[0])
 
     def close(self) -> None:
         """Waits until the checkpoint in the background is committed; raises, as ``save`` does, if it could not be."""
@@ -239,10 +256,17 @@ class Checkpointer:
         _sync_to_disk(temporary)
         os.rename(temporary, staging / MARKER)
         _sync_to_disk(staging)
+        final = staging.with_suffix("")
+        if final in self._earlier:
+            aside = final.with_name(f"{final.name}.earlier_{uuid.uuid4().hex[:8]}")
+            os.rename(final, aside)
+            self._earlier.remove(final)
+            logger.warning("kept %s of an earlier run as %s", final, aside.name)
         _promote(staging)
-        logger.info("saved %s", staging.with_suffix(""))
+        logger.info("saved %s", final)
         if self.config.max_checkpoints is not None:
-            for _, folder in _committed(self.directory)[: -self.config.max_checkpoints]:
+            own = [folder for _, folder in _committed(self.directory) if folder not in self._earlier]
+            for folder in own[: -self.config.max_checkpoints]:
                 try:
                     _remove(folder)
                 except OSError as error:  # the new checkpoint is whole all the same
@@ -295,7 +319,7 @@ def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path:
     def write() -> None:
         staging, replaced = path.with_name(f"{path.name}.staging"), path.with_name(f"{path.name}.replaced")
         for leftover in (staging, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
+            leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover, ignore_errors=True)
         model.save_pretrained(staging, state_dict=weights, max_shard_size="5GB")
         if is_project_model(model):
             write_model_code(staging, type(model).__name__)
@@ -307,7 +331,9 @@ def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path:
         os.rename(staging, path)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    _together(write if _rank() == 0 else _nothing, RuntimeError, f"the final model cannot be written to {path}")
+    together(write if _rank() == 0 else nothing, RuntimeError, f"the final model cannot be written to {path}")
+    if _rank() == 0:
+        logger.info("wrote the final model to %s", path)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -369,11 +395,14 @@ def _committed(directory: Path, warn: bool = False) -> list[tuple[dict[str, Any]
 
 
 def _marker(folder: Path) -> dict[str, Any] | None:
-    """Contents of the commit marker; None if it is missing or a file that it lists is missing or too short."""
+    """Contents of the commit marker; None if it or a file that it lists is missing, damaged or too short."""
     try:
         marker = json.loads((folder / MARKER).read_text())
         whole = all((folder / name).stat().st_size >= size for name, size in marker["files"].items())
-    except (OSError, ValueError, KeyError):
+        whole = whole and all(
+            isinstance(marker[key], int) for key in ("step", "scheduler_steps", "world_size", "commit")
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return marker if whole else None
 
@@ -395,7 +424,7 @@ def _remove(folder: Path) -> None:
 
 def _check_writable(directory: Path, name: str) -> None:
     """Makes ``directory`` and writes to it from every rank, so that a run does not find out after hours of training."""
-    token = _together(lambda: uuid.uuid4().hex, ValueError, name)[0]
+    token = together(lambda: uuid.uuid4().hex, ValueError, name)[0]
 
     def write() -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -406,35 +435,11 @@ def _check_writable(directory: Path, name: str) -> None:
             raise OSError("it is not the folder that rank 0 sees")
 
     try:
-        _together(write, ValueError, f"{name} cannot be written: give a folder that every rank can write to")
-        _together(look, ValueError, f"{name} is not shared: give a folder on a file system that all nodes share")
+        together(write, ValueError, f"{name} cannot be written: give a folder that every rank can write to")
+        together(look, ValueError, f"{name} is not shared: give a folder on a file system that all nodes share")
     finally:
         with suppress(OSError):
             (directory / f".probe_{token}_{_rank()}").unlink()
-
-
-def _together(function: Callable[[], Any], error_type: type[Exception], what: str) -> list[Any]:
-    """Calls ``function`` and returns every rank's result; if one rank failed, all raise, so that nobody waits for it.
-
-    A barrier, too.
-    """
-    result, failure, cause = None, None, None
-    try:
-        result = function()
-    except Exception as error:
-        failure, cause = f"rank {_rank()}: {type(error).__name__}: {error}", error
-    outcomes = [(result, failure)]
-    if dist.is_initialized():
-        outcomes = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (result, failure))
-    failures = [failure for _, failure in outcomes if failure is not None]
-    if failures:
-        raise error_type(f"{what}. {'; '.join(failures)}") from cause
-    return [result for result, _ in outcomes]
-
-
-def _nothing() -> None:
-    """What the other ranks do while rank 0 works."""
 
 
 def _rank() -> int:

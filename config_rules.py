@@ -46,7 +46,7 @@ def check_run(rules: Rules, config: "TrainConfig") -> None:
     rules.choice("activation_checkpointing", config.activation_checkpointing, ("off", "full", "selective"))
     rules.choice("wandb.mode", config.wandb.mode, ("online", "offline", "disabled"))
     rules.at_least("num_train_steps", config.num_train_steps, 1)
-    rules.at_least("seed", config.seed, 0)
+    rules.require(0 <= config.seed < 2**31, f"seed={config.seed} must be at least 0 and below 2^31.")
     rules.at_least("grad_acc_steps", config.grad_acc_steps, 1)
     rules.at_least("max_grad_norm", config.max_grad_norm, 0)
     rules.at_least("hsdp_replicate_size", config.hsdp_replicate_size, 1)
@@ -116,7 +116,7 @@ def check_layout(rules: Rules, config: "TrainConfig", world_size: int) -> None:
 def check_data(rules: Rules, config: "TrainConfig", world_size: int) -> None:
     data = config.dataset
     rules.at_least("dataset.micro_batch_size", data.micro_batch_size, 1)
-    rules.at_least("dataset.token_micro_batch_size", data.token_micro_batch_size, 1)
+    rules.at_least("dataset.token_micro_batch_size", data.token_micro_batch_size, 2)
     rules.at_least("dataset.max_seq_length", data.max_seq_length, 4)
     rules.at_least("dataset.buffer_size", data.buffer_size, 1)
     rules.at_least("dataset.num_workers", data.num_workers, 0)
@@ -126,14 +126,16 @@ def check_data(rules: Rules, config: "TrainConfig", world_size: int) -> None:
         "or windows would not advance.",
     )
     rules.require(
-        "path" in data.load_dataset_kwargs,
-        "dataset.load_dataset_kwargs.path is missing: give a Parquet file, a folder of them, or a Hub data set name.",
+        isinstance(data.load_dataset_kwargs.get("path"), str),
+        "dataset.load_dataset_kwargs.path is missing or no text: give a Parquet file, a folder of them, "
+        "or a Hub data set name.",
     )
     dp_size = world_size // config.cp_size if config.cp_size >= 1 else world_size
     streams = max(dp_size, 1) * max(data.num_workers, 1)
     rules.require(
-        data.num_shards >= 1 and data.num_shards % streams == 0,
-        f"dataset.num_shards={data.num_shards} must be a multiple of data-parallel size * max(num_workers, 1) = "
+        1 <= data.num_shards <= 10**6 and data.num_shards % streams == 0,
+        f"dataset.num_shards={data.num_shards} must be at most 10^6 and a multiple of data-parallel size * "
+        "max(num_workers, 1) = "
         f"{dp_size} * {max(data.num_workers, 1)} = {streams}; it is part of the data order, so set it once for the "
         "largest run you plan.",
     )
@@ -159,7 +161,10 @@ def check_data(rules: Rules, config: "TrainConfig", world_size: int) -> None:
     rules.at_least("validation.every_n_steps", validation.every_n_steps, 0)
     rules.at_least("validation.max_batches", validation.max_batches, 1)
     if validation.enabled:
-        rules.require("path" in validation.load_dataset_kwargs, "validation.load_dataset_kwargs.path is missing.")
+        rules.require(
+            isinstance(validation.load_dataset_kwargs.get("path"), str),
+            "validation.load_dataset_kwargs.path is missing or no text.",
+        )
     else:
         rules.require(
             validation.every_n_steps == 0,
@@ -169,6 +174,7 @@ def check_data(rules: Rules, config: "TrainConfig", world_size: int) -> None:
 
 def check_checkpoint(rules: Rules, config: "TrainConfig") -> None:
     checkpoint = config.checkpoint
+    rules.require(checkpoint.ckpt_dir != "", "checkpoint.ckpt_dir='' is empty: name a folder, or null for none.")
     rules.at_least("checkpoint.save_every_n_steps", checkpoint.save_every_n_steps, 0)
     rules.at_least("checkpoint.max_checkpoints", checkpoint.max_checkpoints, 1)
     for key in ("save_every_n_steps", "resume_from_checkpoint", "save_final_model"):
@@ -194,12 +200,12 @@ def check_checkpoint(rules: Rules, config: "TrainConfig") -> None:
 
 def check_optimizer(rules: Rules, config: "TrainConfig") -> None:
     optimizer, schedule = config.adamw_kwargs, config.lr_scheduler_kwargs
-    rules.require(optimizer.lr > 0, f"adamw_kwargs.lr={optimizer.lr} must be positive.")
+    rules.require(0 < optimizer.lr < 1e3, f"adamw_kwargs.lr={optimizer.lr} must be positive and below 1000.")
     rules.require(
         len(optimizer.betas) == 2 and all(0 <= beta < 1 for beta in optimizer.betas),
         f"adamw_kwargs.betas={optimizer.betas} must be two numbers in [0, 1).",
     )
-    rules.require(optimizer.eps > 0, f"adamw_kwargs.eps={optimizer.eps} must be positive.")
+    rules.require(0 < optimizer.eps < 1, f"adamw_kwargs.eps={optimizer.eps} must be positive and below 1.")
     rules.at_least("adamw_kwargs.weight_decay", optimizer.weight_decay, 0)
     rules.at_least("lr_scheduler_kwargs.num_warmup_steps", schedule.num_warmup_steps, 0)
     rules.at_least("lr_scheduler_kwargs.num_decay_steps", schedule.num_decay_steps, 1)

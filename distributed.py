@@ -6,8 +6,10 @@ without torchrun forms a group of one, so that the scripts have no special case.
 
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,6 +85,36 @@ def global_grad_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
             all_reduce_sum(square, mesh.get_group(axis))
         total = total + square
     return total.sqrt()
+
+
+def together(function: Callable[[], Any], error_type: type[Exception], what: str) -> list[Any]:
+    """Calls ``function`` and returns every rank's result; if one rank failed, all raise, so that nobody waits for it.
+
+    A barrier, too.
+
+    Args:
+        function: this rank's part.
+        error_type: what to raise.
+        what: the message's beginning: what could not be done, and the fix.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    result, failure, cause = None, None, None
+    try:
+        result = function()
+    except Exception as error:
+        failure, cause = f"rank {rank}: {type(error).__name__}: {error}", error
+    outcomes = [(result, failure)]
+    if dist.is_initialized():
+        outcomes = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, (result, failure))
+    failures = [failure for _, failure in outcomes if failure is not None]
+    if failures:
+        raise error_type(f"{what}. {'; '.join(failures)}") from cause
+    return [result for result, _ in outcomes]
+
+
+def nothing() -> None:
+    """What the other ranks do in :func:`together` while rank 0 works."""
 
 
 def shut_down() -> None:

@@ -122,6 +122,11 @@ def evaluate(options: argparse.Namespace, device: torch.device) -> tuple[Scores,
             f"the tokenizer has {len(tokenizer)} ids and the model {model.config.vocab_size}: name the model's own "
             "with --tokenizer."
         )
+    if options.max_seq_length > model.config.max_position_embeddings:
+        raise ValueError(
+            f"--max-seq-length={options.max_seq_length} exceeds the model's max_position_embeddings="
+            f"{model.config.max_position_embeddings}: shorten the windows."
+        )
     characters = 0
 
     def counted() -> Iterator[str | None]:
@@ -193,6 +198,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')}={getattr(options, name)} must be at least 2.")
     if options.scores is not None and not options.scores.absolute().parent.is_dir():
         parser.error(f"--scores={options.scores}: its folder does not exist.")
+    if options.scores is not None and (
+        options.scores.is_dir() or options.scores.absolute() == Path(options.data).absolute()
+    ):
+        parser.error(f"--scores={options.scores} is a folder, or the data itself: name a file to make.")
     return options
 
 

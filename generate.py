@@ -54,6 +54,12 @@ def generate(options: argparse.Namespace, device: torch.device) -> list[dict[str
     )
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     inputs = {key: value.to(device) for key, value in encode_prompts(options.prompt, tokenizer, pad_token_id).items()}
+    length = inputs["input_ids"].shape[1] + options.max_new_tokens
+    if length > model.config.max_position_embeddings:
+        raise ValueError(
+            f"prompt and --max-new-tokens make {length} tokens, more than the model's max_position_embeddings="
+            f"{model.config.max_position_embeddings}: shorten one of them."
+        )
     if options.seed is not None:
         set_seed(options.seed)
     chosen = {

@@ -73,6 +73,15 @@ class NVLlamaConfig(LlamaConfig):
 def decoder_problems(config: PretrainedConfig) -> list[str]:
     """Broken rules of the fields that Llama's and Mixtral's layers share."""
     problems = []
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    for name in (*sizes, "num_key_value_heads", "head_dim"):
+        value = getattr(config, name)
+        if not (value is None or (isinstance(value, int) and value >= 1)):
+            problems.append(f"{name}={value!r} must be a whole number of at least 1.")
+    if problems:
+        return problems
+    if config.head_dim is not None and config.head_dim % 2:
+        problems.append(f"head_dim={config.head_dim} is odd: RoPE rotates halves.")
     if config.num_attention_heads % config.num_key_value_heads:
         problems.append(
             f"num_attention_heads={config.num_attention_heads} is not divisible by num_key_value_heads="

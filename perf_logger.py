@@ -30,8 +30,8 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PretrainedConfig
 
-from config import ProfilerConfig, TrainConfig
-from distributed import DistributedContext
+from config import ProfilerConfig, TrainConfig, save_resolved
+from distributed import DistributedContext, nothing, together
 
 
 logger = logging.getLogger(__name__)
@@ -64,11 +64,11 @@ def run_folder(config: TrainConfig, script: str) -> Path:
     """Folder of the run's metrics, saved config and traces; nothing is created here, and only rank 0 may write there.
 
     ``ckpt_dir/<script>`` beside the checkpoints, so that a resumed run continues its metrics; without a ``ckpt_dir``
-    ``outputs/<script>/<date>_<time>`` (the time of the call: ranks may differ in the last second).
+    ``outputs/<script>/<date>_<time>``, to the microsecond (the time of the call: ranks may differ in the last second).
     """
     if config.checkpoint.ckpt_dir is not None:
         return Path(config.checkpoint.ckpt_dir) / script
-    return Path("outputs") / script / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    return Path("outputs") / script / datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
 
 
 def flops_per_step(model_config: PretrainedConfig, num_tokens: int, sum_seq_len_squared: int) -> int:
@@ -294,10 +294,14 @@ class PerfLogger:
 
         self._cleanup = contextlib.ExitStack()
         self._file, self._wandb = None, None
-        if ctx.is_main:
-            self._metrics_path = Path(config.logger.metrics_path or run_dir / "metrics.jsonl")
+        self._metrics_path = Path(config.logger.metrics_path or run_dir / "metrics.jsonl")
+
+        def open_files() -> None:
             self._wandb = start_wandb(config, run_dir)
             self._file = self._cleanup.enter_context(open_metrics(self._metrics_path, resumed_step))
+            save_resolved(config, run_dir / "config.yaml")
+
+        together(open_files if ctx.is_main else nothing, ValueError, "the run's files cannot be written")
         no_bar = None if ctx.is_main else True  # None: where stderr is not a terminal
         bar = tqdm(total=self._num_train_steps, initial=resumed_step, unit="step", dynamic_ncols=True, disable=no_bar)
         self._bar = self._cleanup.enter_context(bar)

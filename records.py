@@ -94,7 +94,14 @@ class ParquetRecords(Records):
         path, row_group = self._groups[group]
         # No threads: a loader worker is a fork, and has one core.
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(READ_ROWS, [row_group], [self._text_column], use_threads=False):
+            batches = file.iter_batches(READ_ROWS, [row_group], [self._text_column], use_threads=False)
+            while True:
+                try:
+                    batch = next(batches, None)
+                except (OSError, pa.ArrowException) as error:
+                    raise ValueError(f"{path}, row group {row_group}: damaged ({error}): write it again.") from error
+                if batch is None:
+                    break
                 yield as_texts(batch.column(0))
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_backend
 from checkpoint import Checkpointer, save_final_model
-from config import load_config, register_schema, save_resolved
+from config import load_config, register_schema
 from dataset import build_train_loader, build_validation_loader, load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
 from optimizer import build_optimizer, clip_and_step
@@ -31,7 +31,8 @@ from training import (
     is_due,
     next_global_batch,
     rank_state,
-    restore_rank_state,
+    require_targets,
+    restore,
     validate,
 )
 from weight_init import initialize_weights
@@ -57,8 +58,6 @@ def main(cfg: DictConfig) -> None:
     ctx = init_distributed()
     torch.manual_seed(config.seed + ctx.rank)  # stochastic rounding; data and weights have generators of their own
     run_dir = run_folder(config, "train_ddp")
-    if ctx.is_main:
-        save_resolved(config, run_dir / "config.yaml")
 
     # 2. Tokenizer, model, optimiser.
     tokenizer = load_tokenizer(config.dataset.tokenizer_name_or_path)
@@ -77,14 +76,12 @@ def main(cfg: DictConfig) -> None:
     validation = None
     if config.validation.enabled:
         validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
+        require_targets(validation, ctx.device, "the validation set")
 
     # 4. Resume.
     checkpointer = Checkpointer(config.checkpoint, "train_ddp", model, optimizer, scheduler)
     loaded = checkpointer.load() if config.checkpoint.resume_from_checkpoint else None
-    start_step, consumed_tokens = 0, 0
-    if loaded is not None:
-        start_step = loaded.step
-        consumed_tokens = restore_rank_state(loaded.rank_states, loader, ctx.rank, ctx.device)
+    start_step, consumed_tokens = restore(loaded, loader, config.num_train_steps, ctx)
 
     # 5. Train.
     statistics.attach(model, start_step)
@@ -111,7 +108,7 @@ def main(cfg: DictConfig) -> None:
             validation_loss = None
             if validation is not None and is_due(step, config.validation.every_n_steps, config.num_train_steps):
                 with perf.untimed():
-                    validation_loss = validate(model, validation, ctx.device)
+                    validation_loss = validate(model, validation, ctx.device, batch.micro_batches[-1])
             perf.log_step(
                 step,
                 loss=all_reduce_sum(loss),

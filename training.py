@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from checkpoint import LoadedCheckpoint
 from collator import Batch
 from config import TrainConfig
 from context_parallel import all_to_all_size, local_world_size, split_batch
 from dataset import TrainLoader, merge_loader_states
+from distributed import DistributedContext
 from loss import IGNORE_INDEX
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 from paths import project_path
@@ -54,7 +56,13 @@ def build_model_config(
     else:
         config_class = LlamaConfig
     path = project_path(config.config_name_or_path)
-    model_type = PretrainedConfig.get_config_dict(path)[0].get("model_type")
+    try:
+        model_type = PretrainedConfig.get_config_dict(path)[0].get("model_type")
+    except OSError as error:
+        raise ValueError(
+            f"config_name_or_path={config.config_name_or_path!r} has no readable config.json: give a folder with one "
+            f"or a model's name on the Hugging Face Hub. ({error})"
+        ) from error
     if model_type != config_class.model_type:
         raise ValueError(
             f"config_name_or_path={config.config_name_or_path!r} is a {model_type} model, and this script trains "
@@ -142,12 +150,12 @@ def sequence_lengths(batch: Batch) -> torch.Tensor:
 
 def to_device(batch: dict[str, Any], device: torch.device) -> Batch:
     """The micro-batch with its tensors on ``device``, without waiting for the copy; ``epoch`` left out."""
-    pin = device.type == "cuda"
-    return {
-        key: (value.pin_memory() if pin else value).to(device, non_blocking=True) if torch.is_tensor(value) else value
-        for key, value in batch.items()
-        if key != "epoch"
-    }
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        pin = device.type == "cuda" and tensor.device.type == "cpu"
+        return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
+
+    return {key: move(value) if torch.is_tensor(value) else value for key, value in batch.items() if key != "epoch"}
 
 
 def next_global_batch(
@@ -190,43 +198,31 @@ def is_due(step: int, every_n_steps: int, num_train_steps: int) -> bool:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> float:
+def validate(model: nn.Module, batches: Iterable[Batch], device: torch.device, spare_batch: Batch) -> float:
     """Mean loss per valid target over the whole validation set, all ranks together: nats per token.
 
-    Ranks may hold different numbers of micro-batches: one that has run out repeats its last with no targets, because
-    every rank must take part in every forward pass of a sharded model.
+    Every rank must take part in every forward pass of a sharded model. Ranks may hold different numbers of
+    micro-batches: one that has run out repeats its last without targets; one that has none, ``spare_batch``.
     """
-    with unchanged_scales(model):
-        return _validate(model.eval(), batches, device)
-
-
-def _validate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> float:
     total = torch.zeros(2, dtype=torch.float64)  # sum of losses, targets
-    iterator, batch = iter(batches), None
-    while True:
-        following = next(iterator, None)
-        more = torch.tensor(float(following is not None), device=device)
-        dist.all_reduce(more, op=dist.ReduceOp.MAX)
-        if not more.item():
-            break
-        if following is not None:
-            batch = following
-        elif batch is None:
-            raise ValueError(
-                "the validation set has fewer micro-batches than data-parallel ranks: use fewer ranks or a smaller "
-                "dataset.micro_batch_size."
-            )
-        else:
-            batch = {**batch, "shift_labels": torch.full_like(batch["shift_labels"], IGNORE_INDEX)}
-        loss = model(**to_device(batch, device), num_items_in_batch=torch.ones((), device=device)).loss
-        total += torch.tensor([loss.item(), count_targets(batch)], dtype=torch.float64)
+    iterator, batch = iter(batches), spare_batch
+    model.eval()
+    with unchanged_scales(model):
+        while True:
+            following = next(iterator, None)
+            more = torch.tensor(float(following is not None), device=device)
+            dist.all_reduce(more, op=dist.ReduceOp.MAX)
+            if not more.item():
+                break
+            if following is not None:
+                batch = following
+            else:
+                batch = {**batch, "shift_labels": torch.full_like(batch["shift_labels"], IGNORE_INDEX)}
+            loss = model(**to_device(batch, device), num_items_in_batch=torch.ones((), device=device)).loss
+            total += torch.tensor([loss.item(), count_targets(batch)], dtype=torch.float64)
     model.train()
-    total = total.to(device if device.type == "cuda" else "cpu")
+    total = total.to(device)
     dist.all_reduce(total)
-    if total[1] == 0:
-        raise ValueError(
-            "the validation set has no valid target: check validation.load_dataset_kwargs and the label masks."
-        )
     return (total[0] / total[1]).item()
 
 
@@ -240,11 +236,42 @@ def rank_state(loader: TrainLoader, consumed_tokens: int, device: torch.device) 
     }
 
 
-def restore_rank_state(states: list[dict[str, Any]], loader: TrainLoader, rank: int, device: torch.device) -> int:
-    """Continues from the ranks' saved states, however many they were; returns the tokens that all consumed."""
+def restore(
+    loaded: LoadedCheckpoint | None, loader: TrainLoader, num_train_steps: int, ctx: DistributedContext
+) -> tuple[int, int]:
+    """Continues from the ranks' saved states, however many they were.
+
+    Returns:
+        Optimiser steps completed and tokens consumed, all ranks together: zeros without a checkpoint.
+
+    Raises:
+        ValueError: the checkpoint is past ``num_train_steps``.
+    """
+    if loaded is None:
+        return 0, 0
+    if loaded.step > num_train_steps:
+        raise ValueError(
+            f"num_train_steps={num_train_steps} counts from the run's start, and its checkpoint has {loaded.step}: "
+            "raise it."
+        )
+    if loaded.step == num_train_steps and ctx.is_main:
+        logger.warning("step %d of %d is done already: nothing left to train", loaded.step, num_train_steps)
+    states = loaded.rank_states
     loader.load_state_dict(merge_loader_states([state["loader"] for state in states]))
-    if rank < len(states):
-        torch.set_rng_state(states[rank]["rng"])
-        if device.type == "cuda" and states[rank]["device_rng"] is not None:
-            torch.cuda.set_rng_state(states[rank]["device_rng"], device)
-    return sum(state["consumed_tokens"] for state in states)
+    if ctx.rank < len(states):
+        torch.set_rng_state(states[ctx.rank]["rng"])
+        if ctx.device.type == "cuda" and states[ctx.rank]["device_rng"] is not None:
+            torch.cuda.set_rng_state(states[ctx.rank]["device_rng"], ctx.device)
+    return loaded.step, sum(state["consumed_tokens"] for state in states)
+
+
+def require_targets(batches: Iterable[Batch], device: torch.device, name: str) -> None:
+    """Reads until a micro-batch of some rank has a valid target.
+
+    Raises:
+        ValueError: on every rank, if none has.
+    """
+    found = torch.tensor(float(any(count_targets(batch) for batch in batches)), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    if not found.item():
+        raise ValueError(f"{name} has no valid target: check the data and the label masks.")

@@ -151,17 +151,50 @@ def test_no_checkpoint(tmp_path, caplog):
     assert_equal(run.snapshot(), before)
 
 
-def test_newest_is_the_one_committed_last(tmp_path, caplog):
-    """A run that starts afresh in a used folder: its step 1 is newer than the old run's step 3, and outlives it."""
+def test_newest_is_the_one_committed_last_and_the_earlier_run_is_kept(tmp_path, caplog):
+    """A run that starts afresh in a used folder: its step 1 is newer than the old run's step 3; it prunes only its
+    own."""
     old = Run(tmp_path, save_every_n_steps=1).train(1, 1)
     for step in (1, 2, 3):
         old.checkpointer.save(step, {"run": "old"})
-    new = Run(tmp_path, save_every_n_steps=1, max_checkpoints=2)
-    assert "holds checkpoints of an earlier run (the last: step_3)" in caplog.text
+    new = Run(tmp_path, save_every_n_steps=1, max_checkpoints=1)
+    assert "holds 3 checkpoints of an earlier run" in caplog.text
     new.checkpointer.save(1, {"run": "new"})
-    assert steps_in(tmp_path) == ["step_1", "step_3"]
     loaded = Run(tmp_path).checkpointer.load()
     assert (loaded.step, loaded.rank_states) == (1, [{"run": "new"}])
+    new.checkpointer.save(4, {"run": "new"})
+    aside, *others = sorted(steps_in(tmp_path), key=lambda name: "earlier" not in name)
+    assert aside.startswith("step_1.earlier_")
+    assert others == ["step_2", "step_3", "step_4"]
+
+
+def save_from_a_process_of_its_own(folder: str) -> str:
+    try:
+        Run(folder, save_every_n_steps=1)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    first = Run(tmp_path, save_every_n_steps=1)
+    assert "is in use by another run" in run_on_ranks(save_from_a_process_of_its_own, 1, str(tmp_path))[0]
+    first.checkpointer.save(1, {})
+    assert steps_in(tmp_path) == ["step_1"]
+
+
+def test_damaged_markers_and_metadata(tmp_path, caplog):
+    run = Run(tmp_path)
+    run.checkpointer.save(1, {"kept": True})
+    for step, marker in enumerate(("[]", "null", "5", '{"files": ["a"]}', '{"files": {}, "commit": 9}'), start=2):
+        folder = tmp_path / "train_x" / f"step_{step}"
+        folder.mkdir()
+        (folder / "commit.json").write_text(marker)
+    assert Run(tmp_path).checkpointer.load().rank_states == [{"kept": True}]
+    metadata = tmp_path / "train_x" / "step_1" / ".metadata"
+    metadata.write_bytes(b"x" * metadata.stat().st_size)
+    with pytest.raises(RuntimeError, match=r"step_1 is damaged: move it away"):
+        Run(tmp_path).checkpointer.load()
 
 
 def test_pruning_keeps_the_newest_and_what_is_not_ours(tmp_path):

@@ -44,7 +44,7 @@ def test_wrong_type_is_an_error():
         (["use_sequence_packing=true", "dataset.token_micro_batch_size=0"], "token_micro_batch_size=0"),
         (["dataset.token_micro_batch_size=64"], "needs use_sequence_packing=true"),
         (["dataset.stride=5000"], "dataset.stride=5000"),
-        (["dataset.num_workers=7"], "num_shards=48 must be a multiple"),
+        (["dataset.num_workers=7"], "num_shards=48 must be at most 10^6 and a multiple"),
         (["te_backend=tpu"], "te_backend='tpu' is not one of"),
         (["dtype=float16"], "dtype='float16'"),
         (["config_name_or_path=./nowhere"], "no such file or folder"),

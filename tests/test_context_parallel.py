@@ -463,7 +463,11 @@ def test_script_resumes_with_another_number_of_ranks(tmp_path):
         (["use_sequence_packing=true", "dataset.token_micro_batch_size=1022"], 2, "token_micro_batch_size=1022 is not"),
         (["use_te=false"], 2, "cp_size=2 must be 1"),
         (["use_torch_compile=true"], 2, "use_torch_compile=true"),
-        (["dataset.num_shards=6"], 8, r"num_shards=6 must be a multiple of data-parallel size .* = 4 \* 1"),
+        (
+            ["dataset.num_shards=6"],
+            8,
+            r"num_shards=6 must be at most 10.6 and a multiple of data-parallel size .* = 4 \* 1",
+        ),
     ],
 )
 def test_broken_rule_names_value_and_fix(overrides, world_size, message):

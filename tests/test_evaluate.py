@@ -109,7 +109,7 @@ def validation_loss(model_folder: Path, data: Path, packing: bool) -> float:
     loader = build_validation_loader(config, load_tokenizer(TOKENIZER), 0, 1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return validate(model, loader, torch.device("cpu"))
+        return validate(model, loader, torch.device("cpu"), next(iter(loader)))
     finally:
         dist.destroy_process_group()
 

@@ -268,7 +268,7 @@ def test_resumed_run_never_repeats_a_step(tmp_path):
     assert lines[-1]["consumed_tokens"] == 48 == first.rank_consumed_tokens
     run(config, tmp_path, range(7, 11), resumed_step=6, consumed_tokens=48)  # twice in a row
     assert [line["step"] for line in read(path)] == list(range(1, 11))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl"]
 
 
 def test_resume_completes_a_line_without_its_newline(tmp_path):
@@ -289,7 +289,7 @@ def test_new_run_keeps_the_old_files(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     for n in range(1, 4):
         run(make_config(num_train_steps=n), tmp_path, range(1, n + 1))
-    counts = {path.name: len(read(path)) for path in tmp_path.iterdir()}
+    counts = {path.name: len(read(path)) for path in tmp_path.glob("*.jsonl")}
     assert counts == {"metrics.1.jsonl": 1, "metrics.2.jsonl": 2, "metrics.jsonl": 3}
     assert "metrics.2.jsonl" in caplog.text
 
@@ -298,7 +298,7 @@ def test_metrics_path(tmp_path):
     path = tmp_path / "elsewhere" / "run.jsonl"
     run(make_config(logger=LoggerConfig(metrics_path=str(path))), tmp_path / "run", [1])
     assert len(read(path)) == 1
-    assert not (tmp_path / "run").exists()
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
 def test_metrics_path_that_cannot_be_written(tmp_path):

@@ -265,3 +265,33 @@ def test_bad_input_ends_with_the_reason(data, tmp_path, overrides, message):
     assert message in str(error.value)
     assert None not in error.value.exit_codes
     assert not (tmp_path / "m.jsonl").exists()
+
+
+def test_a_finished_run_says_so_and_a_shorter_one_is_refused(data, tmp_path):
+    checkpoint = [f"checkpoint.ckpt_dir={tmp_path / 'ckpt'}", "checkpoint.save_every_n_steps=100"]
+    train("train_ddp", 1, data, tmp_path, *checkpoint, "num_train_steps=3")
+    resume = [*checkpoint, "checkpoint.resume_from_checkpoint=true"]
+    assert len(train("train_ddp", 1, data, tmp_path, *resume, "num_train_steps=3")) == 3
+    with pytest.raises(RanksFailed, match=r"its checkpoint has 3: raise it"):
+        train("train_ddp", 1, data, tmp_path, *resume, "num_train_steps=2")
+    assert "num_train_steps: 3" in (tmp_path / "ckpt" / "train_ddp" / "config.yaml").read_text()
+
+
+def test_more_ranks_than_validation_batches(data, tmp_path):
+    """Ranks without a batch take part with a spare one: the loss is that of one rank."""
+    losses_by_ranks = []
+    for world_size in (1, 2):
+        rows = train(
+            "train_fsdp2",
+            world_size,
+            data,
+            tmp_path,
+            "num_train_steps=1",
+            "adamw_kwargs.lr=1e-30",
+            "validation.enabled=true",
+            "validation.max_batches=1",
+            f"validation.load_dataset_kwargs.path={data}",
+            metrics=f"{world_size}.jsonl",
+        )
+        losses_by_ranks.append(rows[-1]["validation_loss"])
+    assert losses_by_ranks[0] == pytest.approx(losses_by_ranks[1], rel=1e-6)
