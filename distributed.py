@@ -54,6 +54,11 @@ def all_reduce_sum(value: torch.Tensor, group: dist.ProcessGroup | None = None) 
     return value
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: the very object, not an alias."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _sharded_axes(parameter: torch.Tensor) -> tuple:
     """(mesh, mesh axes over which the parameter is sharded)."""
     if not isinstance(parameter, DTensor):
@@ -74,7 +79,7 @@ def global_grad_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
         # gradient.
         grads = groups[_sharded_axes(parameter)]
         if parameter.grad is not None:
-            grads.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
+            grads.append(local_tensor(parameter.grad))
     total = 0.0
     for (mesh, axes), grads in groups.items():
         grads = [grad for grad in grads if grad.numel()]

@@ -29,7 +29,13 @@ import te_backend
 from generation import CachedGenerationMixin, takes_padded_batches
 from loss import IGNORE_INDEX, linear_cross_entropy
 from mixture_of_experts import MixtureOfExperts, Router, RouterStatistics
-from modeling_llama_te import NVLlamaModel, NVLlamaPreTrainedModel, decoder_problems, shift_within_sequences
+from modeling_llama_te import (
+    NVLlamaConfig,
+    NVLlamaModel,
+    NVLlamaPreTrainedModel,
+    decoder_problems,
+    shift_within_sequences,
+)
 
 
 FUSED_MLP_TOKEN_ALIGNMENT = 256
@@ -71,10 +77,7 @@ class NVMixtralConfig(MixtralConfig):
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
 
-    @property
-    def attention_mask_type(self) -> str:
-        """TE's mask type: the configured one, or the one that the batch layout needs."""
-        return self.self_attn_mask_type or ("padding_causal" if self.attn_input_format == "thd" else "causal")
+    attention_mask_type = NVLlamaConfig.attention_mask_type
 
     def check(self) -> None:
         """Rules that the layers rely on.

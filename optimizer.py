@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from config import TrainConfig
-from distributed import global_grad_norm
-from quantized_parameters import drop_stale_transposes, is_quantized, local_tensor, seed_masters
+from distributed import global_grad_norm, local_tensor
+from quantized_parameters import drop_stale_transposes, is_quantized, seed_masters
 
 
 logger = logging.getLogger(__name__)

@@ -64,7 +64,7 @@ def run_folder(config: TrainConfig, script: str) -> Path:
     """Folder of the run's metrics, saved config and traces; nothing is created here, and only rank 0 may write there.
 
     ``ckpt_dir/<script>`` beside the checkpoints, so that a resumed run continues its metrics; without a ``ckpt_dir``
-    ``outputs/<script>/<date>_<time>``, to the microsecond (the time of the call: ranks may differ in the last second).
+    ``outputs/<script>/<date>_<time>``, to the microsecond (the time of the call, which differs between ranks).
     """
     if config.checkpoint.ckpt_dir is not None:
         return Path(config.checkpoint.ckpt_dir) / script

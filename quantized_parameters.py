@@ -20,12 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from distributed import local_tensor
 from precision import PrecisionPlan
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor: the very object, not an alias."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:

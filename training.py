@@ -162,7 +162,6 @@ def next_global_batch(
     batches: Iterator[Batch],
     grad_acc_steps: int,
     device: torch.device,
-    group: dist.ProcessGroup | None = None,
     cp_rank: int = 0,
     cp_size: int = 1,
 ) -> GlobalBatch:
@@ -172,7 +171,6 @@ def next_global_batch(
         batches: of this data-parallel rank.
         grad_acc_steps: micro-batches per optimiser step.
         device: where they go.
-        group: the ranks that share the global batch; None: all.
         cp_rank, cp_size: context parallelism: this rank keeps, and counts, its chunks of every sequence.
     """
     whole_batches = [next(batches) for _ in range(grad_acc_steps)]
@@ -181,7 +179,7 @@ def next_global_batch(
     # The only collective of a step besides gradients and logging; its result stays on the device, so nobody waits for
     # it.
     num_targets = torch.tensor(sum(map(count_targets, micro_batches)), dtype=torch.float32, device=device)
-    dist.all_reduce(num_targets, group=group)
+    dist.all_reduce(num_targets)
     return GlobalBatch(
         micro_batches=[to_device(batch, device) for batch in micro_batches],
         num_targets=num_targets,

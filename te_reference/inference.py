@@ -145,10 +145,6 @@ class InferenceParams:
         self.old_lengths = [sequences[sequence] - count for sequence, count in step_dict.items()]
         self._shared.clear()
 
-    def get_seqlens_pre_step(self) -> list[int]:
-        """Tokens of every sequence before this step."""
-        return self.old_lengths
-
     @property
     def decoding(self) -> bool:
         """Whether every sequence gets one token in this step."""

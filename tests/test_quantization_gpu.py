@@ -6,10 +6,11 @@ import torch
 import te_backend
 import te_reference
 from dist_utils import run_script
+from distributed import local_tensor
 from low_precision import Run, make_config
 from quantization import HARDWARE, hardware_problems
 from quantization_stats import LINE, LOG_FOLDER
-from quantized_parameters import delayed_scaling_tensors, dequantized, is_quantized, local_tensor, unchanged_scales
+from quantized_parameters import delayed_scaling_tensors, dequantized, is_quantized, unchanged_scales
 
 
 pytestmark = pytest.mark.gpu

@@ -8,10 +8,11 @@ from transformers import AutoTokenizer
 import te_reference
 from checkpoint import save_final_model
 from dist_utils import run_on_ranks
+from distributed import local_tensor
 from low_precision import Run, make_config
 from modeling_llama_te import NVLlamaForCausalLM
 from paths import PROJECT_DIR
-from quantized_parameters import delayed_scaling_tensors, dequantized, is_quantized, local_tensor, unchanged_scales
+from quantized_parameters import delayed_scaling_tensors, dequantized, is_quantized, unchanged_scales
 from te_reference.emulation import quantize
 from te_reference.quantized_weight import QuantizedWeight
 from te_reference.recipe import RECIPES
