@@ -4,7 +4,9 @@ One process drives one device: NCCL and a GPU where CUDA is there, else gloo and
 without torchrun forms a group of one, so that the scripts have no special case.
 """
 
+import atexit
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,12 +124,25 @@ def nothing() -> None:
     """What the other ranks do in :func:`together` while rank 0 works."""
 
 
-def shut_down() -> None:
-    """Waits for all ranks, then leaves the process group. Call it when no DDP model is left.
+def shut_down(exit_status: int = 0) -> None:
+    """Waits for all ranks, leaves the process group and ends this process. Call it last, after ``main`` has returned.
 
-    torch 2.13: a DDP reducer that is the last owner of a gloo group destroys it with the GIL held, and waits for ever
-    for gloo's thread if that is just releasing a Python tensor. So the scripts call this after ``main`` has returned.
+    Two races of torch 2.13's gloo, whose threads release the Python tensors of a collective after its ``wait`` returned
+    and need the GIL for that:
+
+    - A DDP reducer that is the last owner of a group destroys it with the GIL held and joins a thread that waits for
+      the GIL. So no DDP model may be alive here.
+    - DTensor's caches keep groups alive, so the threads outlive ``destroy_process_group``. A thread that asks for the
+      GIL of an interpreter that is shutting down is unwound through a destructor, and the process aborts. So without
+      CUDA the exit handlers run and the process leaves at once. With CUDA, gloo carries no collective of the last
+      seconds, and profilers rely on a regular exit.
     """
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    if torch.cuda.is_initialized():
+        sys.exit(exit_status)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_status)

@@ -224,8 +224,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"evaluate.py: {error}") from error
     if ctx.is_main:
         print(json.dumps(result))
-    shut_down()
 
 
 if __name__ == "__main__":
     main()
+    shut_down()

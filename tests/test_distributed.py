@@ -1,12 +1,14 @@
 """distributed.py: one global gradient norm, whatever the meshes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dist_utils import run_on_ranks
+from dist_utils import RanksFailed, run_on_ranks, run_script
 from distributed import global_grad_norm
 
 
@@ -56,3 +58,25 @@ def test_bf16_gradients_are_squared_in_fp32():
     parameter.grad = torch.full_like(parameter, 2.0**-3)
     parameter.grad[0] = 256.0
     assert global_grad_norm([parameter]).item() == pytest.approx((2**16 * 2**-6 + 2**16) ** 0.5, rel=1e-5)
+
+
+LEAVES = """
+import atexit
+from distributed import init_distributed, shut_down
+
+init_distributed()
+atexit.register(print, "exit handler")
+print("output", end=" ")
+shut_down(3)
+"""
+
+
+def test_shut_down_runs_exit_handlers_and_flushes(tmp_path):
+    """It leaves without finalising the interpreter (see its docstring), yet nothing that was printed is lost."""
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    repository = str(Path(__file__).resolve().parents[1])
+    with pytest.raises(RanksFailed) as failed:
+        run_script(script, world_size=2, environment={"PYTHONPATH": repository})
+    assert failed.value.exit_codes == [3, 3]
+    assert str(failed.value).count("output exit handler") == 2
