@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin
-from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
 
 import te_backend
+from decoding import WINDOW_MULTIPLE, DecodeStep
 
 
 # What transformers' loop calls the cache: "cache" from 5.24 on, "past_key_values" before.
@@ -109,6 +110,7 @@ class KVCache:
         self.num_columns = 0
         self.lengths: list[int] = []
         self._decode_keys: dict[str, Any] | None = None
+        self._decode_step: DecodeStep | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that need not be computed again."""
@@ -158,6 +160,15 @@ class KVCache:
         if self._decode_keys is None:
             self._decode_keys = thd_keys([1] * len(self.lengths), device)
         return self._decode_keys
+
+    def decode(self, model: Any, tokens_B1: torch.Tensor) -> torch.Tensor:
+        """The hidden states [B, 1, D] of one more token [B, 1] of every sequence, by :class:`DecodeStep`."""
+        self.begin_decode(tokens_B1.device)
+        longest = max(self.lengths)
+        if self._decode_step is None or self._decode_step.window < longest:
+            window = min(-(-longest // WINDOW_MULTIPLE) * WINDOW_MULTIPLE, self.params.max_sequence_length)
+            self._decode_step = DecodeStep(model, self.params.cache_manager.cache, len(self.lengths), window)
+        return self._decode_step(tokens_B1[:, 0], self.lengths).unsqueeze(1)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was; both belong to one prompt, so lengths stay (beam search)."""
@@ -214,6 +225,8 @@ def takes_padded_batches(forward: Callable[..., ModelOutput]) -> Callable[..., M
                     f"{tokens.shape[1]} more columns for a KV cache in use: TransformerEngine appends one token at a "
                     "time (no prefill_chunk_size, no second prompt)."
                 )
+            if _decodes_in_a_graph(self, tokens, cache):
+                return BaseModelOutputWithPast(last_hidden_state=cache.decode(self, tokens))
             keys = cache.begin_decode(tokens.device)
             if not thd:
                 return forward(self, **{name: tokens}, inference_params=cache.params, **kwargs)
@@ -237,6 +250,12 @@ def takes_padded_batches(forward: Callable[..., ModelOutput]) -> Callable[..., M
         return output
 
     return padded_forward
+
+
+def _decodes_in_a_graph(model: Any, tokens: torch.Tensor, cache: KVCache) -> bool:
+    """Whether a step of one token has nothing that a CUDA graph cannot hold."""
+    plain = model.static_decoding and not (model.training or model.precision.enabled or torch.is_grad_enabled())
+    return plain and tokens.is_cuda and not (tokens.is_floating_point() or cache.params.is_paged)
 
 
 def _must_move(model: Any, attention_mask: torch.Tensor | None, thd: bool) -> bool:

@@ -156,6 +156,8 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
         precision: the recipe of every layer; None: all run in the parameters' dtype.
     """
 
+    static_decoding = True  # decoding.py knows these layers
+
     def __init__(self, config: NVLlamaConfig, precision: PrecisionPlan | None = None):
         config.check()
         super().__init__(config)

@@ -213,6 +213,7 @@ class NVMixtralModel(NVLlamaModel):
 
     config_class = NVMixtralConfig
     _no_split_modules = ["MixtralLayer"]
+    static_decoding = False  # the host must know how many tokens every expert gets
 
     def _build_layer(self, te: Any, index: int) -> nn.Module:
         return MixtralLayer(self.config, te, layer_number=index + 1)

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import generate
+import generation
 import te_reference
 from checkpoint import save_final_model
 from convert import convert_folder, convert_llama_hf_to_te, hf_to_te_state_dict
@@ -88,6 +89,21 @@ def test_tokens_equal_hugging_face(attn_input_format, strategy):
     assert expected.shape == (len(PROMPT_LENGTHS) * (2 if strategy == "beams" else 1), 17 + 64)
     for use_cache in (True, False):
         assert torch.equal(model.generate(**inputs, **options, use_cache=use_cache), expected), use_cache
+
+
+@pytest.mark.parametrize("attn_input_format", ["bshd", "thd"])
+@pytest.mark.parametrize("strategy", ["greedy", "beams"])
+def test_the_step_that_a_graph_holds(monkeypatch, attn_input_format, strategy):
+    """The computation of a CUDA graph, run step by step: windows of 16 columns, so several of them."""
+    monkeypatch.setattr(generation, "_decodes_in_a_graph", lambda model, tokens, cache: True)
+    monkeypatch.setattr(generation, "WINDOW_MULTIPLE", 16)
+    hf, model = make_pair(attn_input_format=attn_input_format)
+    options = OPTIONS | ({"num_beams": 3, "num_return_sequences": 2} if strategy == "beams" else {})
+    assert torch.equal(model.generate(**make_prompts(), **options), hf.generate(**make_prompts(), **options))
+    params = new_params(model, max_sequence_length=81, max_ctx_len=81)  # the last window is as long as the room
+    output = model.generate(**make_prompts(), **OPTIONS, past_key_values=params)
+    assert torch.equal(output, hf.generate(**make_prompts(), **OPTIONS))
+    assert list(params.sequences.values()) == [length + 63 for length in PROMPT_LENGTHS]
 
 
 @pytest.mark.parametrize("attn_input_format", ["bshd", "thd"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import generation
 import te_backend
 from convert import convert_llama_hf_to_te
 from modeling_llama_te import NVLlamaForCausalLM
@@ -78,15 +79,25 @@ def whole_logits(model, sequences_BS: torch.Tensor, prompt_mask_BP: torch.Tensor
     return logits[:, prompt_mask_BP.shape[1] - 1 : -1].float()
 
 
+@pytest.fixture(params=[True, False], ids=["graph", "no_graph"])
+def graph(request, monkeypatch) -> bool:
+    """Decoding as CUDA graphs, captured anew every 32 tokens, or launch by launch through TE's own cache."""
+    if request.param:
+        monkeypatch.setattr(generation, "WINDOW_MULTIPLE", 32)
+    else:
+        monkeypatch.setattr(generation, "_decodes_in_a_graph", lambda model, tokens, cache: False)
+    return request.param
+
+
 @pytest.mark.parametrize("attn_input_format", ["bshd", "thd"])
-def test_logits_of_each_step(attn_input_format):
+def test_logits_of_each_step(attn_input_format, graph):
     hf, model = make_pair(attn_input_format)
     # Logits of about 1: BF16 rounding of a few layers is some hundredths, a wrong position or row is tenths.
     check_logits(hf, model, make_prompts(), atol=6e-2)
 
 
 @pytest.mark.parametrize("attn_input_format", ["bshd", "thd"])
-def test_logits_of_each_step_in_fp32(attn_input_format):
+def test_logits_of_each_step_in_fp32(attn_input_format, graph):
     """TE has another attention backend for it, and multiplies in TF32."""
     hf, model = make_pair(attn_input_format, torch.float32)
     check_logits(hf, model, make_prompts(), atol=1e-2)
@@ -123,7 +134,7 @@ def test_more_sequences_than_heads():
 
 
 @pytest.mark.parametrize("attn_input_format", ["bshd", "thd"])
-def test_beams_keep_their_own_caches(attn_input_format):
+def test_beams_keep_their_own_caches(attn_input_format, graph):
     """The score that beam search reports for a sequence is the one that Hugging Face gives it."""
     hf, model = make_pair(attn_input_format, num_attention_heads=16)
     inputs = make_prompts()
