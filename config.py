@@ -188,7 +188,8 @@ class TrainConfig:
     use_torch_compile: bool = False
     """torch.compile each decoder layer (reference backend and use_te=false; TE layers are already fused)."""
     activation_checkpointing: str = "off"
-    """off; full: recompute every layer in the backward pass; selective: every second layer."""
+    """Layers to recompute in the backward pass: off, full (all), selective (every second), or how many, for as little
+    memory as is missing."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0: no clipping."""
     fp8_config: FP8Config = field(default_factory=FP8Config)

@@ -43,7 +43,17 @@ def find_problems(config: "TrainConfig", world_size: int) -> list[str]:
 def check_run(rules: Rules, config: "TrainConfig") -> None:
     rules.choice("te_backend", config.te_backend, ("auto", "transformer_engine", "reference"))
     rules.choice("dtype", config.dtype, ("auto", "float32", "bfloat16"))
-    rules.choice("activation_checkpointing", config.activation_checkpointing, ("off", "full", "selective"))
+    modes = ("off", "full", "selective")
+    rules.require(
+        config.activation_checkpointing in modes or config.activation_checkpointing.isdecimal(),
+        f"activation_checkpointing={config.activation_checkpointing!r} is none of {', '.join(modes)}, nor a number of "
+        "layers.",
+    )
+    rules.require(
+        config.use_te or config.activation_checkpointing in ("off", "full"),
+        f"use_te=false (Hugging Face's model) recomputes all layers or none: activation_checkpointing="
+        f"{config.activation_checkpointing} must be full or off.",
+    )
     rules.choice("wandb.mode", config.wandb.mode, ("online", "offline", "disabled"))
     rules.at_least("num_train_steps", config.num_train_steps, 1)
     rules.require(0 <= config.seed < 2**31, f"seed={config.seed} must be at least 0 and below 2^31.")

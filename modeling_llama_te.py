@@ -8,6 +8,7 @@ keeps real tokens from seeing the padding) and THD (``input_ids`` [1, T], docume
 The module holds no buffer: the RoPE table is computed on first use, so a cast or ``to_empty`` cannot corrupt it.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class NVLlamaConfig(LlamaConfig):
         attn_input_format: ``bshd`` (padded batches) or ``thd`` (packed batches).
         self_attn_mask_type: ``causal`` for bshd, ``padding_causal`` for thd; None follows the format.
         te_backend: ``auto``, ``transformer_engine`` or ``reference`` (see te_backend.py).
-        activation_checkpointing: ``off``; ``full``: recompute every layer; ``selective``: every second one.
+        activation_checkpointing: which layers are recomputed in the backward pass, see :func:`recomputed_layers`.
     """
 
     def __init__(
@@ -70,6 +71,19 @@ class NVLlamaConfig(LlamaConfig):
             raise ValueError("invalid model config:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
+@functools.cache
+def recomputed_layers(mode: str, num_layers: int) -> frozenset[int]:
+    """Indices (from 0) of the layers that keep their input only and run again in the backward pass.
+
+    Args:
+        mode: ``off``, ``full``, ``selective`` (every second layer), or a number of layers, spread evenly.
+        num_layers: of the model.
+    """
+    if mode in ("off", "full", "selective"):
+        return frozenset({"off": (), "full": range(num_layers), "selective": range(0, num_layers, 2)}[mode])
+    return frozenset(k * num_layers // int(mode) for k in range(int(mode)))
+
+
 def decoder_problems(config: PretrainedConfig) -> list[str]:
     """Broken rules of the fields that Llama's and Mixtral's layers share."""
     problems = []
@@ -80,6 +94,12 @@ def decoder_problems(config: PretrainedConfig) -> list[str]:
             problems.append(f"{name}={value!r} must be a whole number of at least 1.")
     if problems:
         return problems
+    mode = config.activation_checkpointing
+    if mode not in ("off", "full", "selective") and not (mode.isdecimal() and int(mode) <= config.num_hidden_layers):
+        problems.append(
+            f"activation_checkpointing={mode!r} is none of off, full, selective, nor a number of layers from 0 to "
+            f"{config.num_hidden_layers}."
+        )
     if config.head_dim is not None and config.head_dim % 2:
         problems.append(f"head_dim={config.head_dim} is odd: RoPE rotates halves.")
     if config.num_attention_heads % config.num_key_value_heads:
@@ -275,8 +295,8 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
         return hidden, layer_kwargs
 
     def _run(self, index: int, layer: nn.Module, hidden: torch.Tensor, layer_kwargs: dict) -> Any:
-        mode = self.config.activation_checkpointing
-        if torch.is_grad_enabled() and (mode == "full" or (mode == "selective" and index % 2 == 0)):
+        recomputed = recomputed_layers(self.config.activation_checkpointing, self.config.num_hidden_layers)
+        if torch.is_grad_enabled() and index in recomputed:
             return self._checkpoint(layer, hidden, use_reentrant=False, **layer_kwargs)
         return layer(hidden, **layer_kwargs)
 

@@ -5,7 +5,8 @@
     python benchmarks/compare_recipes.py --ranks 8 -- --config-name L1_llama_1b          # starts the processes itself
 
 What follows ``--`` goes to the train script. ``MXFP8BlockScaling@reference`` runs a recipe with te_backend=reference,
-where the device cannot, or to compare. Weights, data order and schedule are the same in all runs, so that their losses
+where the device cannot, or to compare. ``--jobs N`` trains N at a time, where one does not fill the device; speeds then
+mean nothing. Weights, data order and schedule are the same in all runs, so that their losses
 differ by arithmetic alone. Prints a table, and writes ``comparison.json`` and, with matplotlib, ``comparison.png`` (the
 relative difference to the baseline, step by step) into ``--out``. Exit code 1 if a validation loss is further off than
 ``--tolerance``.
@@ -15,6 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 
@@ -135,15 +137,19 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="RECIPE")
     parser.add_argument("--script", default="train_fsdp2.py")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=Path, default=Path("outputs/compare_recipes"))
     parser.add_argument("--tolerance", type=float, default=0.01, help="of the validation loss, relative")
     parser.add_argument("overrides", nargs="*", help="after --: arguments of the train script, the same for every run")
     args = parser.parse_args()
     args.out = args.out.absolute()
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = {
-        recipe: run(args.script, recipe, args.ranks, args.overrides, args.out) for recipe in [BASELINE, *args.recipes]
-    }
+    recipes = [BASELINE, *args.recipes]
+    for recipe in recipes:
+        overrides_for(recipe)  # a wrong name shows before an hour has passed
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = [pool.submit(run, args.script, recipe, args.ranks, args.overrides, args.out) for recipe in recipes]
+        rows = {recipe: future.result() for recipe, future in zip(recipes, runs)}
     summary = summarize(rows)
     (args.out / "comparison.json").write_text(json.dumps(summary, indent=1))
     print(table(summary))

@@ -55,6 +55,8 @@ def test_wrong_type_is_an_error():
         (["config_kwargs.attn_input_format=thd"], "contradicts use_sequence_packing=false"),
         (["use_sequence_packing=true", "config_kwargs.self_attn_mask_type=causal"], "must be padding_causal"),
         (["use_te=false", "use_sequence_packing=true"], "use_te=false"),
+        (["activation_checkpointing=most"], "activation_checkpointing='most'"),
+        (["use_te=false", "activation_checkpointing=2"], "recomputes all layers or none"),
         (["use_te=false", "te_backend=reference"], "no meaning with use_te=false"),
         (["adamw_kwargs.lr=0"], "adamw_kwargs.lr=0"),
         (["adamw_kwargs.betas=[0.9]"], "two numbers"),

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from collator import IGNORE_INDEX
 from convert import convert_llama_hf_to_te, hf_to_te_state_dict
-from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM, shift_within_sequences
+from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM, recomputed_layers, shift_within_sequences
 from weight_init import initialize_weights
 
 
@@ -182,7 +182,16 @@ def test_no_target_crosses_a_document():
     assert shift_within_sequences(labels, torch.tensor([0, 0, 6])).tolist() == [[2, 3, 4, 5, 6, -100]]
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputed_layers():
+    assert recomputed_layers("off", 5) == recomputed_layers("0", 5) == set()
+    assert recomputed_layers("full", 5) == recomputed_layers("5", 5) == {0, 1, 2, 3, 4}
+    assert recomputed_layers("selective", 5) == {0, 2, 4}
+    assert recomputed_layers("3", 32) == {0, 10, 21}
+    with pytest.raises(ValueError, match="activation_checkpointing='6' is none of off, full, selective, nor a number"):
+        NVLlamaConfig(**(SHAPE | {"num_hidden_layers": 5}), activation_checkpointing="6").check()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "1"])
 def test_activation_checkpointing_changes_nothing(mode):
     _, model = make_pair("gqa", attn_input_format="thd")
     batch = pack(make_documents())
