@@ -315,9 +315,9 @@ def main() -> None:
         passed = memory(ctx, (arguments.tokens or [32_768])[0])
     else:
         passed = context(ctx, arguments.tokens or [2**n for n in (13, 15, 17, 18, 19, 20)], arguments.vocab_size)
-    shut_down()
     if not passed:
-        raise SystemExit("a bound was exceeded")
+        _print(ctx, "a bound was exceeded")
+    shut_down(exit_status=int(not passed))
 
 
 if __name__ == "__main__":
