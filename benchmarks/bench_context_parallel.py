@@ -3,10 +3,12 @@
     torchrun --nproc_per_node=2 benchmarks/bench_context_parallel.py parity     # also on a CPU, with the reference
     torchrun --nproc_per_node=2 benchmarks/bench_context_parallel.py memory
     python benchmarks/bench_context_parallel.py context
+    torchrun --nproc_per_node=4 benchmarks/bench_context_parallel.py context --model Llama-3.1-8B
 
 Ranks may share one card where NCCL allows it (NCCL_MULTI_RANK_GPU_ENABLE=1): errors, traffic and memory are right there
 too, and times are not taken. ``parity`` fails if an error exceeds its bound, ``memory`` if two ranks need more than 0.6
-of what one needs each. For ``context`` set PYTORCH_ALLOC_CONF=expandable_segments:True.
+of what one needs each. ``context`` trains on one sequence that all ranks share, with parameters sharded by FSDP2 and
+every layer recomputed; set PYTORCH_ALLOC_CONF=expandable_segments:True.
 """
 
 import argparse
@@ -15,7 +17,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ from distributed import DistributedContext, init_distributed, shut_down
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 from optimizer import build_optimizer
 from paths import PROJECT_DIR
+from precision import PrecisionPlan
 from train_fsdp2_cp import shard
 from training import to_device
 from weight_init import initialize_weights
@@ -48,19 +50,22 @@ from weight_init import initialize_weights
 
 BF16_BOUND = 1e-2
 FP8_BOUND = 1.25
-"""Ranks scale their own chunks, so in FP8 they round differently from one rank that scales all. Bound of their error
-against BF16, in units of the error that one rank makes in FP8."""
+"""With current scaling ranks scale their own chunks, and with any FP8 the last bit of a BF16 sum can decide between two
+FP8 values, so ranks round differently from one rank. Bound of their error against BF16, in units of the error that one
+rank makes in FP8."""
 
 
-def build_model(device: torch.device, layout: str, **overrides) -> NVLlamaForCausalLM:
-    """Llama-3.2-1B with a vocabulary of 256 unless overridden, initialised; BF16 on a GPU, FP32 on a CPU."""
-    config = NVLlamaConfig.from_pretrained(
-        PROJECT_DIR / "model_configs" / "Llama-3.2-1B", attn_input_format=layout, **({"vocab_size": 256} | overrides)
-    )
+def build_model(
+    device: torch.device, layout: str, name: str = "Llama-3.2-1B", recipe: str | None = None, **overrides
+) -> NVLlamaForCausalLM:
+    """A model of ``model_configs``, on the meta device; BF16 on a GPU, FP32 on a CPU."""
+    config = NVLlamaConfig.from_pretrained(PROJECT_DIR / "model_configs" / name, attn_input_format=layout, **overrides)
+    te = te_backend.resolve("auto")
+    layer_recipe = None if recipe is None else getattr(te_backend.recipe_module(te), recipe)()
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
     with torch.device("meta"):
-        model = NVLlamaForCausalLM(config)
+        model = NVLlamaForCausalLM(config, PrecisionPlan((layer_recipe,) * config.num_hidden_layers, te))
     torch.set_default_dtype(previous)
     return model
 
@@ -129,13 +134,7 @@ def parity(ctx: DistributedContext) -> bool:
         shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 256}
     multiple = 16 * size  # 2 * size for the chunks, 8 * size for FP8's matrix products
     lengths = {"thd": [509, 3, 1, 256, 1001, 128], "bshd": [1001, 1024]}
-    # Float8CurrentScaling is in TE's common package: it is no part of the layers' surface.
-    precisions = {"bf16": nullcontext} if on_gpu else {"fp32": nullcontext}
-    if on_gpu:
-        from transformer_engine.common.recipe import Float8CurrentScaling
-
-        te = te_backend.resolve("transformer_engine")
-        precisions["fp8 current"] = lambda: te.autocast(enabled=True, recipe=Float8CurrentScaling())
+    recipes = [None, "Float8CurrentScaling", "DelayedScaling"] if on_gpu else [None]
     comm_types = ["p2p", "all_gather", "a2a"] + (["a2a+p2p"] if size == 4 else [])
 
     passed = True
@@ -147,15 +146,16 @@ def parity(ctx: DistributedContext) -> bool:
     for layout, sizes in lengths.items():
         batch = random_batch(layout, [length * scale for length in sizes], multiple)
         exact = None
-        for precision, scope in precisions.items():
-            alone = run_once(ctx, layout, shape, batch, scope, None)
+        for recipe in recipes:
+            precision = recipe or ("bf16" if on_gpu else "fp32")
+            alone = run_once(ctx, layout, shape, batch, recipe, None)
             exact = exact or alone
             floor = relative(alone["grads"], exact["grads"])
             for comm_type in comm_types:
                 cp = init_context_parallel(
                     ctx, size, comm_type, shape.get("num_attention_heads", 32), shape.get("num_key_value_heads", 8)
                 )
-                shared = run_once(ctx, layout, shape, batch, scope, cp)
+                shared = run_once(ctx, layout, shape, batch, recipe, cp)
                 errors = [relative(shared[key], alone[key]) for key in ("loss", "hidden", "grads")]
                 formula = expected_traffic(comm_type if on_gpu else "p2p", cp, batch, shape, 2 if on_gpu else 4)
                 counted = [
@@ -163,11 +163,11 @@ def parity(ctx: DistributedContext) -> bool:
                 ]
                 cells = [layout, precision, comm_type, *(f"{error:.1e}" for error in errors), " + ".join(counted)]
                 _print(ctx, f"| {' | '.join(cells)} |")
-                if precision == "fp8 current":
+                if recipe is not None:
                     passed &= relative(shared["grads"], exact["grads"]) <= FP8_BOUND * floor
                 else:
                     passed &= max(errors) <= (BF16_BOUND if on_gpu else 1e-5)
-            if precision == "fp8 current":
+            if recipe is not None:
                 _print(ctx, f"| {layout} | {precision} | one rank against BF16 | | | {floor:.1e} | |")
     return passed
 
@@ -182,18 +182,23 @@ def expected_traffic(
     return bytes_per_layer(comm_type, tokens, cp.cp_size, *heads, shape.get("head_dim", 64), element_bytes, a2a_size)
 
 
-def run_once(ctx, layout: str, shape: dict, batch: Batch, scope: Callable, cp: ContextParallel | None) -> dict:
+def run_once(
+    ctx: DistributedContext, layout: str, shape: dict, batch: Batch, recipe: str | None, cp: ContextParallel | None
+) -> dict:
     """Loss, last hidden states and all gradients, put together over the ranks, and bytes sent per layer."""
-    model = build_model(ctx.device, layout, **shape)
+    model = build_model(ctx.device, layout, recipe=recipe, **({"vocab_size": 256} | shape))
     initialize_weights(model, ctx.device, seed=0)
     local = batch
     if cp is not None:
         set_context_parallel_group(model, cp, ctx.device)
         local = split_batch(batch, cp.cp_rank, cp.cp_size)
     num_targets = (batch["shift_labels"] != -100).sum().float().to(ctx.device)
+    if recipe == "DelayedScaling":  # a step that finds the scales
+        model(**to_device(local, ctx.device), num_items_in_batch=num_targets).loss.backward()
+        model.zero_grad()
     states = []
     model.model.norm.register_forward_hook(lambda module, inputs, output: states.append(output.detach()))
-    with Traffic() as forward, scope():
+    with Traffic() as forward:
         loss = model(**to_device(local, ctx.device), num_items_in_batch=num_targets).loss
     with Traffic() as backward:
         loss.backward()
@@ -224,7 +229,7 @@ def memory(ctx: DistributedContext, num_tokens: int) -> bool:
     peaks = []
     for shared in (False, True):
         if shared or ctx.is_main:
-            model = build_model(ctx.device, "bshd")
+            model = build_model(ctx.device, "bshd", vocab_size=256)
             local = batch
             if shared:
                 cp = init_context_parallel(ctx, ctx.world_size, "p2p", 32, 8)
@@ -249,42 +254,54 @@ def memory(ctx: DistributedContext, num_tokens: int) -> bool:
     return True
 
 
-def context(ctx: DistributedContext, sizes: list[int], vocab_size: int) -> bool:
+def context(ctx: DistributedContext, sizes: list[int], name: str, recipe: str | None, comm_type: str) -> bool:
     """Prints tokens/s and peak memory of whole training steps on one sequence of each size, until memory runs out."""
-    _print(ctx, "| tokens | seconds per step | tokens/s | peak GiB |")
+    _print(ctx, f"{name}, {recipe or 'high precision'}, {ctx.world_size} ranks, {comm_type}")
+    _print(ctx, "| tokens | seconds per step | tokens/s per rank | peak GiB |")
     _print(ctx, "|---|---|---|---|")
     for num_tokens in sizes:
         try:
-            seconds, peak_gib = time_step(ctx, num_tokens, vocab_size)
+            seconds, peak_gib = time_step(ctx, num_tokens, name, recipe, comm_type)
         except torch.OutOfMemoryError:
             _print(ctx, f"| {num_tokens} | out of memory | | |")
             break
-        _print(ctx, f"| {num_tokens} | {seconds:.2f} | {num_tokens / seconds:,.0f} | {peak_gib:.1f} |")
+        speed = num_tokens / seconds / ctx.world_size
+        _print(ctx, f"| {num_tokens} | {seconds:.2f} | {speed:,.0f} | {peak_gib:.1f} |")
     return True
 
 
-def time_step(ctx: DistributedContext, num_tokens: int, vocab_size: int) -> tuple[float, float]:
-    """Seconds of a training step (the best of three; of one from 262,144 tokens on) and peak memory in GiB."""
+def time_step(
+    ctx: DistributedContext, num_tokens: int, name: str, recipe: str | None, comm_type: str
+) -> tuple[float, float]:
+    """Seconds of a training step (the best of three; of one from 262,144 tokens on) and rank 0's peak memory in GiB."""
     gc.collect()
-    overrides = {"activation_checkpointing": "full", "max_position_embeddings": max(num_tokens, 131_072)}
-    model = build_model(ctx.device, "bshd", vocab_size=vocab_size, **overrides)
+    positions = {"max_position_embeddings": max(num_tokens, 131_072)}
+    model = build_model(ctx.device, "bshd", name, recipe, activation_checkpointing="full", **positions)
+    heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    cp = init_context_parallel(ctx, ctx.world_size, comm_type, *heads)
+    set_context_parallel_group(model, cp, ctx.device)
+    shard(model, ctx)
     initialize_weights(model, ctx.device, seed=0)
     optimizer = build_optimizer(model, TrainConfig(), te_backend.resolve("auto"))
-    batch = to_device(random_batch("bshd", [num_tokens], 1), ctx.device)
-    warm_up = to_device(random_batch("bshd", [1024], 1), ctx.device)
+
+    def local_batch(size: int) -> Batch:
+        whole = random_batch("bshd", [size], 32 * ctx.world_size)
+        return to_device(split_batch(whole, cp.cp_rank, cp.cp_size), ctx.device)
 
     def step(batch: Batch) -> float:
         _synchronize(ctx)
+        dist.barrier()
         start = time.perf_counter()
-        loss = model(**batch).loss
-        loss.backward()
+        loss = model(**batch, num_items_in_batch=num_tokens).loss
+        (loss * ctx.world_size).backward()
         optimizer.step()
         optimizer.zero_grad()
         if not torch.isfinite(loss):
             raise RuntimeError(f"{num_tokens} tokens: the loss is {loss.item()}.")
         return time.perf_counter() - start
 
-    step(warm_up)
+    batch = local_batch(num_tokens)
+    step(local_batch(1024))
     if ctx.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -306,7 +323,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("parity", "memory", "context"))
     parser.add_argument("--tokens", type=int, nargs="+", help="memory: one size; context: sizes to try, ascending")
-    parser.add_argument("--vocab_size", type=int, default=128_256, help="context: of the LM head")
+    parser.add_argument("--model", default="Llama-3.2-1B", help="context: a folder of model_configs")
+    parser.add_argument("--recipe", help="context: low-precision recipe of all layers, as DelayedScaling")
+    parser.add_argument("--cp_comm_type", default="p2p", help="context: how attention communicates")
     arguments = parser.parse_args()
     ctx = init_distributed()
     if arguments.what == "parity":
@@ -314,7 +333,8 @@ def main() -> None:
     elif arguments.what == "memory":
         passed = memory(ctx, (arguments.tokens or [32_768])[0])
     else:
-        passed = context(ctx, arguments.tokens or [2**n for n in (13, 15, 17, 18, 19, 20)], arguments.vocab_size)
+        sizes = arguments.tokens or [2**n for n in (13, 15, 17, 18, 19, 20)]
+        passed = context(ctx, sizes, arguments.model, arguments.recipe, arguments.cp_comm_type)
     if not passed:
         _print(ctx, "a bound was exceeded")
     shut_down(exit_status=int(not passed))
