@@ -98,6 +98,8 @@ class LoggerConfig:
     """Log every n-th step; the last step always."""
     metrics_path: str | None = None
     """JSON lines file; null: ``metrics.jsonl`` in the run's folder."""
+    tensorboard: bool = False
+    """Also write TensorBoard events, to ``tensorboard`` in the run's folder."""
 
 
 @dataclass
@@ -116,11 +118,13 @@ class WandbConfig:
     mode: str = "disabled"
     """online, offline or disabled."""
     project: str = "llama3-native-te"
+    """Project that the run belongs to."""
     name: str | None = None
+    """Name of the run; null: wandb makes one up."""
     id: str | None = None
-    """Run id, to continue a wandb run."""
+    """Run id; null: a new one, and in a run resumed from a checkpoint the one kept in the run's folder."""
     resume: str | None = None
-    """wandb's ``resume``: allow, must, never or auto."""
+    """wandb's ``resume``: allow, must, never or auto; null: allow in a run resumed from a checkpoint."""
 
 
 @dataclass

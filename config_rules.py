@@ -1,5 +1,6 @@
 """The rules between keys of the configuration, on the CPU, before anything is built; every broken one is reported."""
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,12 @@ def find_problems(config: "TrainConfig", world_size: int) -> list[str]:
     return rules.problems + low_precision_problems(config, world_size)
 
 
+def is_installed(package: str) -> bool:
+    """Whether it can be imported; a mere folder of that name, such as the one that wandb makes, is no package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def check_run(rules: Rules, config: "TrainConfig") -> None:
     rules.choice("te_backend", config.te_backend, ("auto", "transformer_engine", "reference"))
     rules.choice("dtype", config.dtype, ("auto", "float32", "bfloat16"))
@@ -55,6 +62,14 @@ def check_run(rules: Rules, config: "TrainConfig") -> None:
         f"{config.activation_checkpointing} must be full or off.",
     )
     rules.choice("wandb.mode", config.wandb.mode, ("online", "offline", "disabled"))
+    rules.require(
+        config.wandb.mode == "disabled" or is_installed("wandb"),
+        f"wandb.mode={config.wandb.mode} needs the wandb package: pip install wandb, or wandb.mode=disabled.",
+    )
+    rules.require(
+        not config.logger.tensorboard or is_installed("tensorboard"),
+        "logger.tensorboard=true needs the tensorboard package: pip install tensorboard, or logger.tensorboard=false.",
+    )
     rules.at_least("num_train_steps", config.num_train_steps, 1)
     rules.require(0 <= config.seed < 2**31, f"seed={config.seed} must be at least 0 and below 2^31.")
     rules.at_least("grad_acc_steps", config.grad_acc_steps, 1)

@@ -1,7 +1,7 @@
-"""Metrics of a run: ``metrics.jsonl``, progress bar, wandb, throughput, MFU, peak memory, profiler window.
+"""Metrics of a run: throughput, MFU, peak memory, progress bar, profiler window.
 
 Between two logged steps the logger only adds up integers. At a logged step it reads the loss and the gradient norm off
-the device, gathers five numbers from every rank in one collective, and rank 0 writes one JSON line.
+the device, gathers five numbers from every rank in one collective, and rank 0 hands one record to loggers.py.
 
 FLOPs (:func:`flops_per_step`) are those that the model needs, not those that the hardware runs: padding and activation
 recomputation are not counted, so ``mfu`` compares padded and packed runs fairly. ``mfu`` is against the dense BF16 peak
@@ -9,21 +9,16 @@ of the card whatever the precision of the run; with FP8 it shows the gain over w
 """
 
 import contextlib
-import importlib
-import itertools
-import json
 import logging
 import math
-import os
 import re
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -32,6 +27,7 @@ from transformers import PretrainedConfig
 
 from config import ProfilerConfig, TrainConfig, save_resolved
 from distributed import DistributedContext, nothing, together
+from loggers import RunLoggers
 
 
 logger = logging.getLogger(__name__)
@@ -119,79 +115,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
-def open_metrics(path: Path, resumed_step: int) -> TextIO:
-    """Opens the metrics file for appending whole lines.
-
-    A resumed run first drops the lines of steps after ``resumed_step``, which it will run again, and a last line that
-    was cut short. A new run moves an older run's file aside, to ``metrics.1.jsonl``, ``metrics.2.jsonl``, ...
-
-    Raises:
-        ValueError: if the file cannot be written, or a line that is not its last is not a metrics line.
-    """
-    path = path.resolve()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file() and resumed_step:
-            drop_later_steps(path, resumed_step)
-        elif path.is_file():
-            names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
-            kept = next(name for name in names if not name.exists())
-            path.rename(kept)
-            logger.info("Kept the metrics of an earlier run as %s.", kept)
-        return path.open("a", buffering=1)
-    except OSError as error:
-        raise ValueError(
-            f"metrics file {path}: cannot be written ({error.strerror}); set logger.metrics_path to a file that can be."
-        ) from error
-
-
-def drop_later_steps(path: Path, resumed_step: int) -> None:
-    """Keeps the lines of steps up to ``resumed_step``; the file is replaced in one move: a crash loses nothing."""
-    lines = path.read_text(errors="replace").splitlines()
-    kept = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number}: not a metrics line; repair it or move the file away.") from error
-        if step <= resumed_step:
-            kept.append(line + "\n")
-    if len(kept) < len(lines):
-        logger.info("Dropped %d lines after step %d from %s.", len(lines) - len(kept), resumed_step, path)
-    replacement = path.with_name(path.name + ".tmp")
-    replacement.write_text("".join(kept))
-    os.replace(replacement, path)
-
-
-def start_wandb(config: TrainConfig, run_dir: Path) -> Any:
-    """The wandb run of ``config.wandb``, its files below ``run_dir``; None if it is disabled.
-
-    Raises:
-        ValueError: if it is asked for and the package is missing.
-    """
-    options = config.wandb
-    if options.mode == "disabled":
-        return None
-    try:
-        wandb = importlib.import_module("wandb")
-        wandb.init  # noqa: B018  a folder named wandb imports too, as an empty package
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"wandb.mode={options.mode} needs the wandb package ({error}): pip install wandb, or wandb.mode=disabled."
-        ) from error
-    return wandb.init(
-        mode=options.mode,
-        project=options.project,
-        name=options.name,
-        id=options.id,
-        resume=options.resume,
-        dir=str(run_dir),
-        config=asdict(config),
-    )
-
-
 class StepProfiler:
     """Profiles the steps ``start_step`` to ``end_step``, once.
 
@@ -265,7 +188,7 @@ class PerfLogger:
             :attr:`rank_consumed_tokens`; 0 for a new run.
 
     Raises:
-        ValueError: if the metrics file cannot be written or continued, or wandb is asked for and missing.
+        ValueError: if the metrics file cannot be written or continued.
     """
 
     def __init__(
@@ -293,12 +216,10 @@ class PerfLogger:
         self._validation_loss: dict[str, str] = {}
 
         self._cleanup = contextlib.ExitStack()
-        self._file, self._wandb = None, None
-        self._metrics_path = Path(config.logger.metrics_path or run_dir / "metrics.jsonl")
+        self._loggers: RunLoggers | None = None
 
         def open_files() -> None:
-            self._wandb = start_wandb(config, run_dir)
-            self._file = self._cleanup.enter_context(open_metrics(self._metrics_path, resumed_step))
+            self._loggers = RunLoggers(config, run_dir, resumed_step)
             save_resolved(config, run_dir / "config.yaml")
 
         together(open_files if ctx.is_main else nothing, ValueError, "the run's files cannot be written")
@@ -404,18 +325,17 @@ class PerfLogger:
             self._write(metrics, now)
 
     def close(self) -> None:
-        """Ends the profiler window, the bar and wandb, and prints a summary of the run on rank 0."""
+        """Ends the profiler window, the bar and the loggers, and prints a summary of the run on rank 0."""
         self._profiler.end_range()
         if self._profiler.running:
             self._synchronize()
             self._profiler.stop()
         self._cleanup.close()
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if sys.exception() is None else 1)
-            self._wandb = None
+        if self._loggers is not None:
+            self._loggers.close(failed=sys.exception() is not None)
         if self._shown:
             shown = self._shown | {"tokens/s": f"{self._run_tokens_per_gpu / self._run_seconds:,.0f} on average"}
-            print(f"{self._progress(shown)}; metrics in {self._metrics_path}", flush=True)
+            print(f"{self._progress(shown)}; metrics in {self._loggers.metrics_path}", flush=True)
             self._shown = {}
 
     def _synchronize(self) -> None:
@@ -442,11 +362,8 @@ class PerfLogger:
         values = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in metrics.items()}
         for key in ("loss", "grad_norm", "validation_loss"):
             if key in values and values[key] is None:
-                logger.warning("Step %d: %s is %s (null in the metrics file).", metrics["step"], key, metrics[key])
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
-        if self._wandb is not None:
-            # wandb ignores a step that it already has: after a crash the steps run again are neither lost nor repeated.
-            self._wandb.log({key: v for key, v in values.items() if v is not None}, step=metrics["step"])
+                logger.warning("Step %d: %s is %s (null in the metrics).", metrics["step"], key, metrics[key])
+        self._loggers.log(values)
         if "validation_loss" in metrics:
             self._validation_loss = {"val loss": f"{metrics['validation_loss']:.4f}"}
         self._shown = {"loss": f"{metrics['loss']:.4f}"} | self._validation_loss

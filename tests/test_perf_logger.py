@@ -1,8 +1,6 @@
 import json
 import logging
 import sys
-from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 import perf_logger
-from config import CheckpointConfig, LoggerConfig, ProfilerConfig, TrainConfig, WandbConfig
+from config import CheckpointConfig, LoggerConfig, ProfilerConfig, TrainConfig
 from distributed import DistributedContext
 from perf_logger import PerfLogger, flops_per_step, peak_bf16_tflops, run_folder
 
@@ -343,7 +341,7 @@ def test_two_ranks_one_file(tmp_path):
     assert sum(saved) == line["consumed_tokens"]  # what a checkpoint hands back
 
 
-# --- Bar, summary, wandb ----------------------------------------------------------------------------------------------
+# --- Bar, summary -----------------------------------------------------------------------------------------------------
 
 
 def test_summary_is_printed_once(tmp_path, capsys):
@@ -385,43 +383,6 @@ def test_without_a_terminal_a_line_now_and_then(tmp_path, clock, caplog):
         log(logger, step)
     logger.close()
     assert [record.message.split(":")[0] for record in caplog.records] == ["step 3/10", "step 6/10"]
-
-
-def test_wandb(tmp_path, monkeypatch):
-    calls = []
-    wandb_run = SimpleNamespace(
-        log=lambda metrics, step: calls.append((step, metrics)), finish=lambda exit_code: calls.append(exit_code)
-    )
-    fake = SimpleNamespace(init=lambda **options: calls.append(options) or wandb_run)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    config = make_config(wandb=WandbConfig(mode="offline", project="p", name="n", id="i", resume="allow"))
-    run(config, tmp_path, [8, 9], resumed_step=7, consumed_tokens=56)
-    options, (step, metrics), (next_step, _), exit_code = calls
-    assert options == {
-        "mode": "offline",
-        "project": "p",
-        "name": "n",
-        "id": "i",
-        "resume": "allow",
-        "dir": str(tmp_path),
-        "config": asdict(config),
-    }
-    assert (step, next_step, exit_code) == (8, 9, 0)
-    assert list(metrics) == [key for key in KEYS if key != "mfu"]  # unknown on a CPU
-
-
-@pytest.mark.parametrize("wandb", [None, SimpleNamespace()], ids=["no package", "a folder of that name"])
-def test_wandb_missing(tmp_path, monkeypatch, wandb):
-    monkeypatch.setitem(sys.modules, "wandb", wandb)  # None: import fails
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match=r"wandb.mode=online needs the wandb package .*pip install wandb"):
-        PerfLogger(make_config(wandb=WandbConfig(mode="online")), tmp_path, CPU, LLAMA, 0, 0)
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_wandb_is_not_imported_unless_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    run(make_config(), tmp_path, [1])
 
 
 # --- Profiler ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,196 @@
+"""Where the metrics of a run go: ``metrics.jsonl`` always, TensorBoard and wandb where they are asked for.
+
+All get the same record. Rank 0 alone has loggers. A resumed run takes the steps after its checkpoint again, and none of
+them is there twice:
+
+- ``metrics.jsonl`` first loses the lines after the checkpoint's step;
+- TensorBoard is told to forget those steps (``purge_step``);
+- wandb's history cannot be rewritten: the run whose id ``wandb_run.json`` keeps goes on, and steps that it has already
+  are left out.
+
+A new run in a used folder moves the older run's files aside and is a wandb run of its own.
+"""
+
+import importlib
+import itertools
+import json
+import logging
+import os
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from config import TrainConfig
+
+
+logger = logging.getLogger(__name__)
+
+
+class RunLoggers:
+    """The loggers of one run, as one.
+
+    Args:
+        config: the run's config.
+        run_dir: of ``perf_logger.run_folder``; made where it is missing.
+        resumed_step: optimiser steps completed before this run; 0 for a new run.
+
+    Raises:
+        ValueError: the metrics file cannot be written or continued.
+    """
+
+    def __init__(self, config: TrainConfig, run_dir: Path, resumed_step: int):
+        self.metrics_path = Path(config.logger.metrics_path or run_dir / "metrics.jsonl")
+        jsonl = JsonLinesLogger(self.metrics_path, resumed_step)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._loggers: list[JsonLinesLogger | TensorBoardLogger | WandbLogger] = [jsonl]
+        if config.logger.tensorboard:
+            self._loggers.append(TensorBoardLogger(run_dir / "tensorboard", resumed_step))
+        if config.wandb.mode != "disabled":
+            self._loggers.append(WandbLogger(config, run_dir, resumed_step, jsonl.last_step))
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Writes one record: JSON values, ``step`` among them; None is a value that is unknown or no finite number."""
+        for each in self._loggers:
+            each.log(metrics)
+
+    def close(self, failed: bool = False) -> None:
+        """Ends all of them; ``failed`` is what wandb shows as the run's end."""
+        for each in self._loggers:
+            each.close(failed)
+        self._loggers = []
+
+
+class JsonLinesLogger:
+    """Appends whole lines to the metrics file.
+
+    A resumed run first drops the lines of steps after ``resumed_step`` and a last line that was cut short. A new run
+    moves an older run's file aside, to ``metrics.1.jsonl``, ``metrics.2.jsonl``, ...
+
+    Raises:
+        ValueError: if the file cannot be written, or a line that is not its last is not a metrics line.
+    """
+
+    def __init__(self, path: Path, resumed_step: int):
+        path = path.resolve()
+        self.last_step = 0
+        """The last step that the file held before anything was dropped from it."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_file() and resumed_step:
+                self.last_step = drop_later_steps(path, resumed_step)
+            elif path.is_file():
+                move_aside(path)
+            self._file = path.open("a", buffering=1)
+        except OSError as error:
+            raise ValueError(
+                f"metrics file {path}: cannot be written ({error.strerror}); set logger.metrics_path to a file that "
+                "can be."
+            ) from error
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        self._file.write(json.dumps(metrics, allow_nan=False) + "\n")
+
+    def close(self, failed: bool) -> None:
+        self._file.close()
+
+
+class TensorBoardLogger:
+    """Writes every number as a scalar, under the names of the metrics file, to ``folder``."""
+
+    def __init__(self, folder: Path, resumed_step: int):
+        from torch.utils.tensorboard import SummaryWriter  # needs the tensorboard package
+
+        if folder.is_dir() and not resumed_step:
+            move_aside(folder)
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else None)
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        for name, value in scalars(metrics).items():
+            self._writer.add_scalar(name, value, metrics["step"])
+        self._writer.flush()  # what a checkpoint counts as done must survive a kill
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """The wandb run of ``config.wandb``, its files below ``run_dir``.
+
+    Args:
+        last_step: the last step of the metrics file before the resume: what a run that wandb holds offline has.
+    """
+
+    def __init__(self, config: TrainConfig, run_dir: Path, resumed_step: int, last_step: int):
+        wandb = importlib.import_module("wandb")
+        options, state_file = config.wandb, run_dir / "wandb_run.json"
+        kept = {}
+        if resumed_step and state_file.is_file():
+            kept = json.loads(state_file.read_text())
+            last_step = max(last_step, kept["last_step"])  # a run that crashed twice after the same checkpoint
+        run_id = options.id or kept.get("id") or uuid.uuid4().hex[:8]
+        self._run = wandb.init(
+            mode=options.mode,
+            project=options.project,
+            name=options.name,
+            id=run_id,
+            resume=options.resume or ("allow" if resumed_step else None),
+            dir=str(run_dir),
+            config=asdict(config),
+        )
+        state_file.write_text(json.dumps({"id": run_id, "last_step": last_step}) + "\n")
+        # Online the server says what it has; steps that it lost in a crash are logged again. Offline nobody answers.
+        self._first_step = last_step + 1 if options.mode == "offline" else self._run.starting_step
+        if self._first_step > resumed_step + 1:
+            logger.info("wandb run %s has the steps before %d already.", run_id, self._first_step)
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        if metrics["step"] >= self._first_step:
+            self._run.log(scalars(metrics), step=metrics["step"])
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def scalars(metrics: dict[str, Any]) -> dict[str, float]:
+    """The known numbers of a record; a list, one value per layer, becomes ``name/layer_1``, ``name/layer_2``, ..."""
+    named: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, list):
+            named |= {f"{name}/layer_{layer}": item for layer, item in enumerate(value, start=1)}
+        else:
+            named[name] = value
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def move_aside(path: Path) -> None:
+    """Renames ``name.suffix`` to ``name.1.suffix``, or the first number that is free."""
+    names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
+    kept = next(name for name in names if not name.exists())
+    path.rename(kept)
+    logger.info("Kept the metrics of an earlier run as %s.", kept)
+
+
+def drop_later_steps(path: Path, resumed_step: int) -> int:
+    """Keeps the lines of steps up to ``resumed_step``; the file is replaced in one move: a crash loses nothing.
+
+    Returns:
+        The last step that was there; 0 if there was none.
+    """
+    lines = path.read_text(errors="replace").splitlines()
+    kept, step = [], 0
+    for number, line in enumerate(lines, start=1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: not a metrics line; repair it or move the file away.") from error
+        if step <= resumed_step:
+            kept.append(line + "\n")
+    if len(kept) < len(lines):
+        logger.info("Dropped %d lines after step %d from %s.", len(lines) - len(kept), resumed_step, path)
+    replacement = path.with_name(path.name + ".tmp")
+    replacement.write_text("".join(kept))
+    os.replace(replacement, path)
+    return step
