@@ -6,9 +6,9 @@
 
 What follows ``--`` goes to the train script. ``MXFP8BlockScaling@reference`` runs a recipe with te_backend=reference,
 where the device cannot, or to compare. ``--jobs N`` trains N at a time, where one does not fill the device; speeds then
-mean nothing. Weights, data order and schedule are the same in all runs, so that their losses
-differ by arithmetic alone. Prints a table, and writes ``comparison.json`` and, with matplotlib, ``comparison.png`` (the
-relative difference to the baseline, step by step) into ``--out``. Exit code 1 if a validation loss is further off than
+mean nothing. Weights, data order and schedule are the same in all runs, so that their losses differ by arithmetic
+alone. Prints a table, and writes ``comparison.json`` and ``comparison.png`` (the relative difference to the baseline,
+step by step) into ``--out``. Exit code 1 if a validation loss is further off than
 ``--tolerance``.
 """
 
@@ -19,6 +19,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
+
+from matplotlib.figure import Figure
 
 
 PROJECT_DIR = Path(__file__).resolve().parents[1]
@@ -105,17 +107,10 @@ def table(summary: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: dict[str, list[dict]], path: Path) -> bool:
-    """Relative difference of the training loss to the baseline over steps, averaged over up to 20 steps; False without
-    matplotlib."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(8, 4))
+def plot(rows: dict[str, list[dict]], path: Path) -> None:
+    """Relative difference of the training loss to the baseline over steps, averaged over up to 20 steps."""
+    figure = Figure(figsize=(8, 4))
+    panel = figure.subplots()
     baseline = [row["loss"] for row in rows[BASELINE]]
     window = max(min(20, len(baseline) // 5), 1)
     for recipe, steps in rows.items():
@@ -128,8 +123,6 @@ def plot(rows: dict[str, list[dict]], path: Path) -> bool:
     panel.legend()
     panel.grid(alpha=0.3)
     figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-    return True
 
 
 def main() -> None:
@@ -153,8 +146,8 @@ def main() -> None:
     summary = summarize(rows)
     (args.out / "comparison.json").write_text(json.dumps(summary, indent=1))
     print(table(summary))
-    drawn = plot(rows, args.out / "comparison.png")
-    print(f"in {args.out}: comparison.json{', comparison.png' if drawn else ' (no plot: matplotlib is not installed)'}")
+    plot(rows, args.out / "comparison.png")
+    print(f"in {args.out}: comparison.json, comparison.png")
     worst = max(abs(row["validation_loss_difference"] or 0.0) for row in summary)
     if worst > args.tolerance:
         raise SystemExit(f"a validation loss is {100 * worst:.2f} % off the baseline: more than --tolerance.")

@@ -3,7 +3,7 @@
     python benchmarks/plot_quant_stats.py logs/quant_stats [--out plots] [--match mlp]
 
 Reads ``<folder>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-0.log`` (quantization_stats.py), of either
-backend. Needs matplotlib (pip install matplotlib).
+backend.
 """
 
 import argparse
@@ -11,6 +11,9 @@ import re
 import sys
 from collections import defaultdict
 from pathlib import Path
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 
 
 PROJECT_DIR = Path(__file__).resolve().parents[1]
@@ -45,30 +48,18 @@ def read_statistics(path: Path, match: str = "") -> Series:
 
 
 def plot(series: Series, out: Path) -> list[Path]:
-    """One figure per tensor and statistic: a panel per linear layer, a curve per decoder layer.
-
-    Raises:
-        SystemExit: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise SystemExit("plots need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """One figure per tensor and statistic: a panel per linear layer, a curve per decoder layer."""
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for (tensor, stat), curves in sorted(series.items()):
         parts = sorted({part for part, _ in curves})
         last = max(layer for _, layer in curves)
-        figure, panels = pyplot.subplots(
-            1, len(parts), figsize=(4 * len(parts), 3.2), squeeze=False, layout="constrained"
-        )
+        figure = Figure(figsize=(4 * len(parts), 3.2), layout="constrained")
+        panels = figure.subplots(1, len(parts), squeeze=False)
         for panel, part in zip(panels[0], parts):
             for layer in sorted(layer for other, layer in curves if other == part):
                 steps, values = zip(*sorted(curves[part, layer].items()))
-                colour = pyplot.colormaps["viridis"]((layer - 1) / max(last - 1, 1))
+                colour = colormaps["viridis"]((layer - 1) / max(last - 1, 1))
                 panel.plot(steps, values, color=colour, label=str(layer), marker="." if len(steps) < 20 else None)
             panel.set(title=part, xlabel="optimiser steps before")
             if any(kind in stat for kind in LOGARITHMIC) and any(v > 0 for c in curves.values() for v in c.values()):
@@ -81,7 +72,6 @@ def plot(series: Series, out: Path) -> list[Path]:
         figure.suptitle(f"{tensor}: {stat}")
         written.append(out / f"{tensor}_{stat.replace('%', '_percent')}.png")
         figure.savefig(written[-1], dpi=110, bbox_inches="tight")
-        pyplot.close(figure)
     return written
 
 

@@ -204,7 +204,6 @@ def test_off_by_default_and_refused_for_weights_without_high_precision(tmp_path)
 
 
 def test_plots(tmp_path):
-    pytest.importorskip("matplotlib")
     content = {"a": section(stats=["mse", "underflows%"])}
     collect(str(tmp_path), content, "MXFP8BlockScaling", "plain", 3)
     log = tmp_path / "logs" / LOG_FOLDER / "nvdlfw_inspect_globalrank-0.log"

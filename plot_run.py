@@ -1,0 +1,318 @@
+"""Pictures of runs: one PNG and an HTML page, from their ``metrics.jsonl``; also while they are running.
+
+    python plot_run.py ckpt/train_fsdp2                                     # plot_run.png and plot_run.html
+    python plot_run.py outputs/train_fsdp2/* --x tokens --out sweep.png     # several runs in one picture
+
+A run is its folder or its metrics file. Several are told apart by the values in which their ``config.yaml`` differ. The
+page holds the picture, a table of results and one of those values; it opens without a network.
+"""
+
+import argparse
+import base64
+import html
+import io
+import json
+import math
+import os
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
+
+
+# Sections of the config that say where a run writes, not how it trains.
+NOT_TRAINING = ("checkpoint.", "logger.", "wandb.", "profiler.")
+MOST_VALUES_IN_LEGEND = 4
+AXES_OF_X = {"step": ("step", "optimiser steps"), "tokens": ("consumed_tokens", "tokens trained on")}
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    """Its path, without what all runs share."""
+    records: list[dict[str, Any]]
+    """Lines of the metrics file, as perf_logger.py documents them."""
+    config: dict[str, Any]
+    """``config.yaml`` with dotted keys; empty where there is none."""
+
+    def points(self, key: str, x_key: str) -> tuple[list[float], list[float]]:
+        """x and y of every record that has the key; null, which stands for no finite number, becomes nan."""
+        rows = [(record[x_key], record[key]) for record in self.records if key in record]
+        return [x for x, _ in rows], [math.nan if y is None else y for _, y in rows]
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    unit: str
+    """Label of the y axis."""
+    key: str
+    """In the metrics file. A list, one value per layer, is drawn as its mean in a band from least to largest."""
+    scale: str = "linear"
+    """linear; zero: linear from zero on; log; settled: in a long run the first twentieth may leave the panel."""
+    factor: float = 1.0
+    """From the file's unit to the axis's."""
+    marker: str | None = None
+    """For values that are few."""
+
+
+TFLOPS = Panel("Model FLOPs", "TFLOP/s per device", "tflops_per_gpu", scale="zero")
+PANELS = (
+    Panel("Training loss", "nats per token", "loss", scale="settled"),
+    Panel("Validation loss", "nats per token", "validation_loss", marker="o"),
+    Panel("Learning rate", "learning rate", "learning_rate"),
+    Panel("Gradient norm before clipping", "L2 norm", "grad_norm", scale="log"),
+    Panel("Throughput without padding", "tokens/s per device", "unpadded_tokens_per_second_per_gpu", scale="zero"),
+    Panel("MFU", "% of dense BF16 peak", "mfu", scale="zero", factor=100),
+    Panel("Peak memory", "GiB per device", "peak_memory_gib", scale="zero"),
+    Panel("Expert load", "std / mean of tokens per expert", "tokens_per_expert_cv", scale="zero"),
+)
+
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_runs(paths: list[Path]) -> list[Run]:
+    """The runs of folders with a ``metrics.jsonl``, or of such files.
+
+    Raises:
+        ValueError: a path is neither, holds no whole line, or one that is no metrics line.
+    """
+    files = [(path / "metrics.jsonl" if path.is_dir() else path).resolve() for path in paths]
+    parents = [file.parent if path.is_dir() else file for path, file in zip(paths, files)]
+    levels = 1 if len(parents) == 1 else 0  # one run alone is named by its last two folders
+    shared = os.path.commonpath([parent.parents[levels] for parent in parents])
+    return [
+        Run(os.path.relpath(parent, shared), read_metrics(file), read_config(file.with_name("config.yaml")))
+        for parent, file in zip(parents, files)
+    ]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every line but a last one that is still being written."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ValueError(
+            f"{path}: {error.strerror}; give a run's folder, which holds metrics.jsonl, or that file."
+        ) from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            record["step"], record["loss"]
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: not a metrics line.") from error
+        records.append(record)
+    if not records:
+        raise ValueError(f"{path}: no step has been logged yet.")
+    return records
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    def flatten(node: Any, prefix: str) -> dict[str, Any]:
+        if isinstance(node, dict) and node:
+            return {k: v for key, value in node.items() for k, v in flatten(value, f"{prefix}.{key}").items()}
+        return {prefix[1:]: node}
+
+    return flatten(yaml.safe_load(path.read_text()), "") if path.is_file() else {}
+
+
+# --- Telling runs apart -----------------------------------------------------------------------------------------------
+
+
+def differing_values(runs: list[Run]) -> dict[str, list[str]]:
+    """Config values that are not the same in all runs: key -> one text per run, ``-`` where it has no such key."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if not key.startswith(NOT_TRAINING))
+    values = {key: [as_typed(run.config.get(key, "-")) for run in runs] for key in keys}
+    return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
+
+
+def as_typed(value: Any) -> str:
+    """As on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def labels(runs: list[Run]) -> list[str]:
+    """What the legend calls each run: its differing values; its name too where these are many, or say nothing."""
+    differing = differing_values(runs)
+    shown = list(differing)[:MOST_VALUES_IN_LEGEND]
+    texts = [", ".join(f"{key}={differing[key][i]}" for key in shown) for i in range(len(runs))]
+    more = len(differing) - len(shown)
+    named = more > 0 or not differing or len(set(texts)) < len(runs)
+    result = []
+    for run, text in zip(runs, texts):
+        text = f"{text}, and {more} more" if more else text
+        result.append((f"{run.name}: {text}" if text else run.name) if named else text)
+    return result
+
+
+# --- Drawing ----------------------------------------------------------------------------------------------------------
+
+
+def draw(runs: list[Run], x: str = "step") -> Figure:
+    """One panel per metric that some run has; ``x``: a key of AXES_OF_X."""
+    x_key, x_label = AXES_OF_X[x]
+    panels = [panel for panel in (known_mfu(panel, runs) for panel in PANELS) if has_values(panel, runs)]
+    columns = 4 if len(panels) > 6 else 3
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.4 * columns, 3.3 * rows + 0.4), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axis, panel in zip(axes, panels):
+        curves = [run.points(panel.key, x_key) for run in runs]
+        for place, (curve, colour) in enumerate(zip(curves, colours(len(runs)))):
+            # Later ones are thinner, so that a curve below another one shows on both sides.
+            draw_curve(axis, panel, *curve, color=colour, linewidth=1.3 + 1.7 * (1 - (place + 1) / len(runs)))
+        axis.set(title=panel.title, ylabel=panel.unit, xlabel=x_label)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.grid(alpha=0.3)
+        set_scale(axis, panel, [y for _, y in curves])
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    # As many legend columns as fit, one character taking about 0.075 inches.
+    wrapped = [textwrap.fill(name, 80, break_on_hyphens=False) for name in labels(runs)]
+    widest = max(len(line) for name in wrapped for line in name.splitlines())
+    fitting = int(figure.get_figwidth() / (0.075 * widest + 0.6))
+    handles = [Line2D([], [], color=colour, linewidth=2) for colour in colours(len(runs))]
+    figure.legend(handles, wrapped, loc="outside lower center", ncols=max(1, min(len(runs), fitting)), fontsize="small")
+    return figure
+
+
+def known_mfu(panel: Panel, runs: list[Run]) -> Panel:
+    """The panel, or FLOPs instead of MFU where no run knows its device's peak (CPUs)."""
+    return TFLOPS if panel.key == "mfu" and not has_values(panel, runs) else panel
+
+
+def has_values(panel: Panel, runs: list[Run]) -> bool:
+    return any(record.get(panel.key) is not None for run in runs for record in run.records)
+
+
+def colours(count: int) -> list:
+    if count <= 10:
+        return [matplotlib.colormaps["tab10"](i) for i in range(count)]
+    return [matplotlib.colormaps["viridis"](i / (count - 1)) for i in range(count)]
+
+
+def draw_curve(axis: Axes, panel: Panel, x: list[float], y: list[Any], **style: Any) -> None:
+    """A line; of many points their running mean, with the points themselves pale behind it."""
+    if any(isinstance(value, list) for value in y):
+        rows = [value if isinstance(value, list) else [math.nan] for value in y]
+        axis.fill_between(x, [min(row) for row in rows], [max(row) for row in rows], fc=style["color"], alpha=0.15)
+        y = [sum(row) / len(row) for row in rows]
+    y = [value * panel.factor for value in y]
+    window = 1 if panel.marker else len(y) // 100
+    if window > 1:
+        axis.plot(x, y, color=style["color"], alpha=0.25, linewidth=0.8)
+        y = running_mean(y, window)
+    axis.plot(x, y, marker=panel.marker or ("." if len(y) == 1 else None), markersize=4, **style)
+
+
+def set_scale(axis: Axes, panel: Panel, curves: list[list[Any]]) -> None:
+    if panel.scale == "log":
+        axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    if panel.scale == "zero":
+        axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
+        if axis.get_ylim()[1] >= 1000:
+            axis.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if panel.scale == "settled":
+        late = [value for y in curves for value in (y[len(y) // 20 :] if len(y) >= 200 else y) if not math.isnan(value)]
+        if late:
+            margin = 0.05 * (max(late) - min(late)) or 0.05
+            axis.set_ylim(min(late) - margin, max(late) + margin)
+
+
+def running_mean(values: list[float], window: int) -> list[float]:
+    """Mean of the last ``window`` values that are numbers, at every place."""
+    means = []
+    for end in range(1, len(values) + 1):
+        known = [value for value in values[max(0, end - window) : end] if not math.isnan(value)]
+        means.append(sum(known) / len(known) if known else math.nan)
+    return means
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+def results(run: Run) -> dict[str, str]:
+    """A line of the results table."""
+
+    def each(key: str) -> list[float]:
+        return [record[key] for record in run.records if record.get(key) is not None]
+
+    def text(key: str, choose: Callable[[list[float]], float], form: str) -> str:
+        values = each(key)
+        return format(choose(values), form) if values else "-"
+
+    return {
+        "steps": f"{run.records[-1]['step']:,}",
+        "tokens": text("consumed_tokens", max, ",.0f"),
+        "last loss (nats/token)": text("loss", lambda values: values[-1], ".4f"),
+        "last validation loss": text("validation_loss", lambda values: values[-1], ".4f"),
+        "least validation loss": text("validation_loss", min, ".4f"),
+        "tokens/s per device (median)": text("unpadded_tokens_per_second_per_gpu", median, ",.0f"),
+        "MFU (median)": text("mfu", median, ".1%"),
+        "peak memory (GiB)": text("peak_memory_gib", max, ".2f"),
+    }
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    def line(tag: str, cells: list[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return "<table>" + line("th", header) + "".join(line("td", row) for row in rows) + "</table>"
+
+
+def page(runs: list[Run], png: bytes) -> str:
+    """HTML with the picture inside."""
+    summaries = [results(run) for run in runs]
+    parts = [table(["run", *summaries[0]], [[run.name, *line.values()] for run, line in zip(runs, summaries)])]
+    if differing := differing_values(runs):
+        parts.append("<h2>Config values that differ</h2>")
+        parts.append(
+            table(["run", *differing], [[run.name, *column] for run, column in zip(runs, zip(*differing.values()))])
+        )
+    picture = f'<img alt="Curves of the runs" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    style = (
+        "body{font-family:sans-serif;margin:1em}img{max-width:100%}table{border-collapse:collapse}"
+        "td,th{padding:.3em .8em;border:1px solid #ccc;text-align:right}"
+    )
+    head = (
+        f'<meta charset="utf-8"><title>{html.escape(", ".join(run.name for run in runs))}</title><style>{style}</style>'
+    )
+    return f"<!doctype html><html><head>{head}</head><body>{picture}<h2>Results</h2>{''.join(parts)}</body></html>\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder with metrics.jsonl, or that file")
+    parser.add_argument("--x", choices=AXES_OF_X, default="step", help="the x axis; default: step")
+    parser.add_argument("--out", type=Path, default=Path("plot_run.png"), help="the PNG; the page goes beside it")
+    args = parser.parse_args(argv)
+    try:
+        runs = read_runs(args.runs)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    picture = io.BytesIO()
+    draw(runs, args.x).savefig(picture, format="png", dpi=110)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_bytes(picture.getvalue())
+    args.out.with_suffix(".html").write_text(page(runs, picture.getvalue()))
+    print(f"wrote {args.out} and {args.out.with_suffix('.html')}")
+
+
+if __name__ == "__main__":
+    main()
