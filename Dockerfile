@@ -1,28 +1,24 @@
-# GPU:
-#   docker build -t native-te .
-#   docker run --rm -it --gpus all --ipc=host -v "$PWD/outputs:/workspace/outputs" native-te python train_fsdp2.py
-# CPU:
-#   docker build -t native-te-cpu --build-arg BASE_IMAGE=ubuntu:24.04 --build-arg REQUIREMENTS=requirements.txt .
-#   docker run --rm -it --ipc=host -v "$PWD/outputs:/workspace/outputs" native-te-cpu python train_fsdp2.py
-# The GPU image compiles TransformerEngine's PyTorch extension, so its base holds nvcc and cuDNN's headers.
+# NVIDIA's PyTorch with what else this project needs. The code is not in the image but mounted, so that editing it
+# rebuilds nothing:
+#
+#   docker build -t llama3_native_te .
+#   docker run -it --gpus all --network host --ipc=host --rm -v ${PWD}:/workspace/bionemo llama3_native_te /bin/bash
+#
 # --ipc=host: loader workers hand over batches through shared memory, of which Docker gives 64 MiB by default.
-ARG BASE_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.10-py3
 FROM ${BASE_IMAGE}
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+WORKDIR /workspace/bionemo
 
-RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        build-essential git python3-dev python3-venv \
-    && rm -rf /var/lib/apt/lists/*
+# NVIDIA's builds of these stay: pip has to fit everything else to exactly these versions, or to fail.
+RUN pip list --format=freeze | grep -iE '^(torch|(pytorch[-_])?triton|flash[-_]attn|transformer[-_]engine[^=]*)==' \
+        > /opt/constraints.txt \
+    && python -c "from importlib.metadata import version; from packaging.version import Version; \
+found = {name: Version(version(name)).release for name in ('torch', 'transformer_engine')}; \
+assert found['torch'] >= (2, 11) and found['transformer_engine'] >= (2, 20), f'take a newer BASE_IMAGE: {found}'"
+ENV PIP_CONSTRAINT=/opt/constraints.txt
 
-ENV VIRTUAL_ENV=/opt/venv
-ENV PATH=/opt/venv/bin:$PATH
-RUN python3 -m venv /opt/venv
-
-WORKDIR /workspace
-COPY requirements.txt requirements-gpu.txt ./
-# torch comes first: TransformerEngine's build imports it.
-RUN pip install --no-cache-dir setuptools wheel ninja -r requirements.txt
-ARG REQUIREMENTS=requirements-gpu.txt
-RUN pip install --no-cache-dir --no-build-isolation -r ${REQUIREMENTS}
-
-COPY . .
+# NVIDIA's torch is a pre-release, which torch>=2.11 would not accept, so these lines go before pip sees them.
+COPY requirements.txt requirements-gpu.txt /opt/
+RUN sed -E '/^(-r |torch[<>=]|transformer-engine)/d' /opt/requirements.txt /opt/requirements-gpu.txt > /opt/others.txt \
+    && pip install --no-cache-dir -r /opt/others.txt
