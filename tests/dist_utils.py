@@ -57,7 +57,8 @@ def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def run_on_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 60, init: bool = True
 ) -> list[Any]:
-    """Calls ``function(*args)`` on ``world_size`` processes and returns what each rank returned.
+    """Calls ``function(*args)`` on ``world_size`` processes and returns what each rank returned; None of a rank whose
+    process ended with status 0 in there, as the scripts' do (``distributed.shut_down``).
 
     Args:
         function: defined at the top level of an importable module (a test file will do).
@@ -88,7 +89,8 @@ def run_on_ranks(
         outputs = _read_outputs(folder, world_size)
         if any(exit_codes) or None in exit_codes:
             raise RanksFailed(f"{function.__name__} on {world_size} ranks", exit_codes, outputs)
-        return [pickle.loads(Path(folder, f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
+        results = [Path(folder, f"{rank}.pkl") for rank in range(world_size)]
+        return [pickle.loads(result.read_bytes()) if result.exists() else None for result in results]
 
 
 def _run_rank(function: Callable, args: tuple, environment: dict[str, str], init: bool, folder: str) -> None:
@@ -109,6 +111,8 @@ def _run_rank(function: Callable, args: tuple, environment: dict[str, str], init
         if init:
             dist.barrier()
             dist.destroy_process_group()
+    except SystemExit:
+        raise  # shut_down's, on a GPU
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
