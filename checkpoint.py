@@ -104,13 +104,13 @@ class Checkpointer:
         _check_writable(self.directory, f"checkpoint.ckpt_dir={config.ckpt_dir!r}")
         self._lock: TextIO | None = None
         in_use = f"{self.directory} is in use by another run: wait for it, or give another checkpoint.ckpt_dir"
-        together(self._take_lock if _rank() == 0 and config.save_every_n_steps else nothing, ValueError, in_use)
+        together(self._take_lock if _rank() == 0 else nothing, ValueError, in_use)
         if config.async_save and dist.is_initialized():
             # The background thread communicates while the training loop does, and must not share its groups.
             self._group = dist.new_group(backend="gloo")
         self._earlier: set[Path] = set()
         """Checkpoints of another run: never pruned, and moved aside where one of the same step is saved."""
-        if _rank() == 0 and config.save_every_n_steps and not config.resume_from_checkpoint:
+        if _rank() == 0 and not config.resume_from_checkpoint:
             self._earlier = {folder for _, folder in _committed(self.directory)}
             if self._earlier:
                 logger.warning(

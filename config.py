@@ -81,7 +81,7 @@ class CheckpointConfig:
     ckpt_dir: str | None = None
     """Checkpoints go to ``ckpt_dir/<script name>/step_<N>/``."""
     save_every_n_steps: int = 0
-    """0: no checkpoints."""
+    """0: none but that of a run which SIGTERM or SIGUSR1 ends early (preemption.py)."""
     resume_from_checkpoint: bool = False
     """Continue from the newest committed checkpoint; from step 0, with a warning, if there is none."""
     save_final_model: bool = False
@@ -218,6 +218,11 @@ class TrainConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    @property
+    def can_save(self) -> bool:
+        """Whether a checkpoint can be saved: there is a folder, and the loader knows its place in the data."""
+        return self.checkpoint.ckpt_dir is not None and self.dataset.use_stateful_dataloader
 
     @property
     def token_micro_batch_size(self) -> int:

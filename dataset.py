@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from collator import Batch, BSHDCollator, THDCollator, build_label_table, round_up
 from config import TrainConfig
 from paths import project_path
+from preemption import hidden_from_children
 from records import RecordFeed, Records, open_records
 from windows import ShardState, WindowCutter, WindowStream
 
@@ -205,7 +206,7 @@ class TrainLoader:
 
     def __next__(self) -> Batch:
         if self._iterator is None:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), hidden_from_children():
                 # torchdata 0.11 calls torch.set_vital, which torch 2.13 deprecates. Goes with the next torchdata.
                 warnings.filterwarnings("ignore", "'set_vital' is deprecated")
                 self._loader = (StatefulDataLoader if self._stateful else DataLoader)(
@@ -223,6 +224,15 @@ class TrainLoader:
                 logger.warning("the data set has empty or null records; they are skipped and counted.")
             self.skipped_records += skipped
         return batch
+
+    def close(self) -> None:
+        """Ends the loader processes."""
+        iterator, self._iterator, self._loader = self._iterator, None, None
+        if iterator is not None and self._num_workers:
+            iterator._shutdown_workers()  # asks them, and waits for a few seconds
+            for worker in iterator._workers:
+                worker.kill()  # hidden_from_children: torch's SIGTERM does not reach them
+                worker.join()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state as of the last batch handed out: ``{"order": settings, "shards": {shard: integers}}``."""
@@ -262,7 +272,7 @@ class TrainLoader:
             raise ValueError(
                 f"the checkpoint has no data state of shards {missing}: the states of some ranks are missing."
             )
-        self._iterator = self._loader = None  # ends running workers
+        self.close()
         self._dataset.load_state_dict(state)
         self._batches = sum(state["shards"][shard][-1] for shard in self._dataset.shards)
 

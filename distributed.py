@@ -56,6 +56,28 @@ def all_reduce_sum(value: torch.Tensor, group: dist.ProcessGroup | None = None) 
     return value
 
 
+class HostCopy:
+    """A tensor on its way from the device to the host.
+
+    The copy is queued when this is made, so :meth:`read` waits for what the device had been given before that, and for
+    nothing after it.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self._value, self._copied = tensor, None
+        if tensor.device.type == "cuda":
+            self._value = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._value.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> torch.Tensor:
+        """The tensor, on the CPU."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._value
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor: the very object, not an alias."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

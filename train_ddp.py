@@ -22,6 +22,7 @@ from dataset import build_train_loader, build_validation_loader, load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
+from preemption import Preemption
 from quantization import plan_precision
 from quantization_stats import start_statistics
 from scheduler import build_scheduler
@@ -33,6 +34,7 @@ from training import (
     rank_state,
     require_targets,
     restore,
+    saves_after,
     validate,
 )
 from weight_init import initialize_weights
@@ -40,6 +42,7 @@ from weight_init import initialize_weights
 
 logger = logging.getLogger(__name__)
 register_schema()
+preemption = Preemption()
 
 
 def replicate(model: nn.Module, ctx: DistributedContext) -> nn.Module:
@@ -86,10 +89,12 @@ def main(cfg: DictConfig) -> None:
     # 5. Train.
     statistics.attach(model, start_step)
     batches = iter(loader)
-    with closing(PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)) as perf:
+    perf = PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)
+    with closing(loader), closing(perf):
+        preemption.arm(config, ctx)  # SIGTERM and SIGUSR1 now end the run after a step, with a checkpoint
         for step in range(start_step + 1, config.num_train_steps + 1):
             perf.start_step(step)
-            batch = next_global_batch(batches, config.grad_acc_steps, ctx.device)
+            batch = next_global_batch(batches, config.grad_acc_steps, ctx.device, preemption.signalled)
             loss = torch.zeros((), device=ctx.device)
             for index, micro_batch in enumerate(batch.micro_batches):
                 last = index == config.grad_acc_steps - 1  # reduce the gradients once, after the last micro-batch
@@ -120,18 +125,20 @@ def main(cfg: DictConfig) -> None:
                 sum_seq_len_squared=batch.sum_seq_len_squared,
                 validation_loss=validation_loss,
             )
-            save_every = config.checkpoint.save_every_n_steps
-            if save_every and is_due(step, save_every, config.num_train_steps):
+            preempted = preemption.stops_after(step, batch.signalled_ranks)
+            if saves_after(step, config, preempted):
                 with perf.untimed():
                     checkpointer.save(step, rank_state(loader, perf.rank_consumed_tokens, ctx.device))
+            if preempted:
+                break
 
     # 7. Finish.
     statistics.close()
     checkpointer.close()
-    if config.checkpoint.save_final_model:
+    if config.checkpoint.save_final_model and not preemption.left_early:
         save_final_model(model, tokenizer, checkpointer.directory / "final_model")
 
 
 if __name__ == "__main__":
     main()
-    shut_down()
+    shut_down(preemption.exit_status)

@@ -25,6 +25,7 @@ from dataset import build_train_loader, build_validation_loader, load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
+from preemption import Preemption
 from quantization import plan_precision
 from quantization_stats import start_statistics
 from scheduler import build_scheduler
@@ -36,6 +37,7 @@ from training import (
     rank_state,
     require_targets,
     restore,
+    saves_after,
     validate,
 )
 from weight_init import initialize_weights
@@ -43,6 +45,7 @@ from weight_init import initialize_weights
 
 logger = logging.getLogger(__name__)
 register_schema()
+preemption = Preemption()
 
 
 def shard(model: nn.Module, config: TrainConfig, ctx: DistributedContext) -> None:
@@ -100,10 +103,12 @@ def main(cfg: DictConfig) -> None:
     # 5. Train.
     statistics.attach(model, start_step)
     batches = iter(loader)
-    with closing(PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)) as perf:
+    perf = PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)
+    with closing(loader), closing(perf):
+        preemption.arm(config, ctx)  # SIGTERM and SIGUSR1 now end the run after a step, with a checkpoint
         for step in range(start_step + 1, config.num_train_steps + 1):
             perf.start_step(step)
-            batch = next_global_batch(batches, config.grad_acc_steps, ctx.device)
+            batch = next_global_batch(batches, config.grad_acc_steps, ctx.device, preemption.signalled)
             loss = torch.zeros((), device=ctx.device)
             for index, micro_batch in enumerate(batch.micro_batches):
                 if ctx.world_size > 1:  # reduce the gradients once, after the last micro-batch
@@ -133,18 +138,20 @@ def main(cfg: DictConfig) -> None:
                 sum_seq_len_squared=batch.sum_seq_len_squared,
                 validation_loss=validation_loss,
             )
-            save_every = config.checkpoint.save_every_n_steps
-            if save_every and is_due(step, save_every, config.num_train_steps):
+            preempted = preemption.stops_after(step, batch.signalled_ranks)
+            if saves_after(step, config, preempted):
                 with perf.untimed():
                     checkpointer.save(step, rank_state(loader, perf.rank_consumed_tokens, ctx.device))
+            if preempted:
+                break
 
     # 7. Finish.
     statistics.close()
     checkpointer.close()
-    if config.checkpoint.save_final_model:
+    if config.checkpoint.save_final_model and not preemption.left_early:
         save_final_model(model, tokenizer, checkpointer.directory / "final_model")
 
 
 if __name__ == "__main__":
     main()
-    shut_down()
+    shut_down(preemption.exit_status)

@@ -30,6 +30,7 @@ from mixture_of_experts import RouterTotals
 from modeling_mixtral_te import NVMixtralConfig, NVMixtralForCausalLM
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
+from preemption import Preemption
 from scheduler import build_scheduler
 from training import (
     build_model,
@@ -39,6 +40,7 @@ from training import (
     rank_state,
     require_targets,
     restore,
+    saves_after,
     validate,
 )
 from weight_init import initialize_weights
@@ -46,6 +48,7 @@ from weight_init import initialize_weights
 
 logger = logging.getLogger(__name__)
 register_schema()
+preemption = Preemption()
 
 
 def shard(model: nn.Module, config: TrainConfig, ctx: DistributedContext) -> None:
@@ -109,10 +112,12 @@ def main(cfg: DictConfig) -> None:
 
     # 5. Train.
     batches = iter(loader)
-    with closing(PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)) as perf:
+    perf = PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)
+    with closing(loader), closing(perf):
+        preemption.arm(config, ctx)  # SIGTERM and SIGUSR1 now end the run after a step, with a checkpoint
         for step in range(start_step + 1, config.num_train_steps + 1):
             perf.start_step(step)
-            batch = next_global_batch(batches, config.grad_acc_steps, ctx.device)
+            batch = next_global_batch(batches, config.grad_acc_steps, ctx.device, preemption.signalled)
             loss = torch.zeros((), device=ctx.device)
             router = RouterTotals(model_config, ctx.device)
             for index, micro_batch in enumerate(batch.micro_batches):
@@ -146,17 +151,19 @@ def main(cfg: DictConfig) -> None:
                 validation_loss=validation_loss,
                 more_metrics=router.metrics,
             )
-            save_every = config.checkpoint.save_every_n_steps
-            if save_every and is_due(step, save_every, config.num_train_steps):
+            preempted = preemption.stops_after(step, batch.signalled_ranks)
+            if saves_after(step, config, preempted):
                 with perf.untimed():
                     checkpointer.save(step, rank_state(loader, perf.rank_consumed_tokens, ctx.device))
+            if preempted:
+                break
 
     # 7. Finish.
     checkpointer.close()
-    if config.checkpoint.save_final_model:
+    if config.checkpoint.save_final_model and not preemption.left_early:
         save_final_model(model, tokenizer, checkpointer.directory / "final_model")
 
 
 if __name__ == "__main__":
     main()
-    shut_down()
+    shut_down(preemption.exit_status)

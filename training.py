@@ -18,7 +18,7 @@ from collator import Batch
 from config import TrainConfig
 from context_parallel import all_to_all_size, local_world_size, split_batch
 from dataset import TrainLoader, merge_loader_states
-from distributed import DistributedContext
+from distributed import DistributedContext, HostCopy
 from loss import IGNORE_INDEX
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 from paths import project_path
@@ -124,6 +124,8 @@ class GlobalBatch:
     """On the device."""
     num_targets: torch.Tensor
     """Valid targets of all micro-batches of all ranks: FP32 scalar on the device."""
+    signalled_ranks: HostCopy
+    """How many ranks had been asked to leave when the step began: FP32 scalar, for preemption.py."""
     num_tokens: int
     """Of this rank, padding included."""
     num_unpadded_tokens: int
@@ -148,20 +150,24 @@ def sequence_lengths(batch: Batch) -> torch.Tensor:
     return lengths * batch["attention_mask"][0, starts]  # tail padding forms sequences of its own
 
 
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on ``device``, without waiting for the copy."""
+    pin = device.type == "cuda" and tensor.device.type == "cpu"
+    return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
+
+
 def to_device(batch: dict[str, Any], device: torch.device) -> Batch:
     """The micro-batch with its tensors on ``device``, without waiting for the copy; ``epoch`` left out."""
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        pin = device.type == "cuda" and tensor.device.type == "cpu"
-        return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
-
-    return {key: move(value) if torch.is_tensor(value) else value for key, value in batch.items() if key != "epoch"}
+    moved = {key: send(value, device) if torch.is_tensor(value) else value for key, value in batch.items()}
+    moved.pop("epoch", None)
+    return moved
 
 
 def next_global_batch(
     batches: Iterator[Batch],
     grad_acc_steps: int,
     device: torch.device,
+    signalled: bool = False,
     cp_rank: int = 0,
     cp_size: int = 1,
 ) -> GlobalBatch:
@@ -171,18 +177,20 @@ def next_global_batch(
         batches: of this data-parallel rank.
         grad_acc_steps: micro-batches per optimiser step.
         device: where they go.
+        signalled: whether this rank was asked to leave (preemption.py).
         cp_rank, cp_size: context parallelism: this rank keeps, and counts, its chunks of every sequence.
     """
     whole_batches = [next(batches) for _ in range(grad_acc_steps)]
     squares = sum(int(sequence_lengths(batch).square().sum()) for batch in whole_batches)
     micro_batches = [split_batch(batch, cp_rank, cp_size) for batch in whole_batches]
-    # The only collective of a step besides gradients and logging; its result stays on the device, so nobody waits for
-    # it.
-    num_targets = torch.tensor(sum(map(count_targets, micro_batches)), dtype=torch.float32, device=device)
-    dist.all_reduce(num_targets)
+    # The only collective of a step besides gradients and logging; nobody waits for its result.
+    totals = send(torch.tensor([sum(map(count_targets, micro_batches)), signalled], dtype=torch.float32), device)
+    dist.all_reduce(totals)
+    num_targets, signalled_ranks = totals.unbind()
     return GlobalBatch(
         micro_batches=[to_device(batch, device) for batch in micro_batches],
         num_targets=num_targets,
+        signalled_ranks=HostCopy(signalled_ranks),
         num_tokens=sum(batch["input_ids"].numel() for batch in micro_batches),
         num_unpadded_tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),
         sum_seq_len_squared=(squares + cp_rank) // cp_size,  # these add up to the whole over the ranks of a group
@@ -193,6 +201,13 @@ def next_global_batch(
 def is_due(step: int, every_n_steps: int, num_train_steps: int) -> bool:
     """Whether something done every n steps (0: never) and after the last step is done after ``step``."""
     return step == num_train_steps or (every_n_steps > 0 and step % every_n_steps == 0)
+
+
+def saves_after(step: int, config: TrainConfig, preempted: bool) -> bool:
+    """Whether a checkpoint is saved after ``step``: one that is due, or the last of a run that is leaving early."""
+    every_n_steps = config.checkpoint.save_every_n_steps
+    due = every_n_steps > 0 and is_due(step, every_n_steps, config.num_train_steps)
+    return due or (preempted and config.can_save)
 
 
 @torch.no_grad()

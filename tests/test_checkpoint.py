@@ -400,6 +400,7 @@ def test_layouts_and_world_sizes_read_each_other(tmp_path):
         saved[name] = run.snapshot()
         for key, value in expected.items():
             torch.testing.assert_close(saved[name][key], value, rtol=1e-4, atol=1e-5)
+    del plain, run  # and with them their locks
     for world_size in (2, 4):
         for results in run_on_ranks(load_layouts, world_size, str(tmp_path)):
             for index, name in enumerate(sorted(saved)):
