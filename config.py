@@ -105,8 +105,11 @@ class LoggerConfig:
 @dataclass
 class ProfilerConfig:
     enabled: bool = False
-    """On a GPU: open the CUDA profiler range (``nsys profile --capture-range=cudaProfilerApi``) with NVTX ranges; on a
-    CPU: write a Chrome trace into the run's folder."""
+    """Capture a few steps of rank 0 (profiler.py)."""
+    kind: str = "auto"
+    """nsys: open the CUDA profiler's range, with NVTX ranges inside (``nsys profile --capture-range=cudaProfilerApi``);
+    torch: write a trace, a table of operators and memory figures into the run's folder; auto: nsys on a GPU, torch on a
+    CPU."""
     start_step: int = 10
     """First step inside the range."""
     end_step: int = 12

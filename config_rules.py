@@ -4,6 +4,8 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from config_low_precision import low_precision_problems
 from paths import project_path
 
@@ -76,7 +78,12 @@ def check_run(rules: Rules, config: "TrainConfig") -> None:
     rules.at_least("max_grad_norm", config.max_grad_norm, 0)
     rules.at_least("hsdp_replicate_size", config.hsdp_replicate_size, 1)
     rules.at_least("logger.frequency", config.logger.frequency, 1)
+    rules.choice("profiler.kind", config.profiler.kind, ("auto", "nsys", "torch"))
     if config.profiler.enabled:
+        rules.require(
+            config.profiler.kind != "nsys" or torch.cuda.is_available(),
+            "profiler.kind=nsys needs a CUDA device, and there is none: set profiler.kind=torch.",
+        )
         rules.require(
             1 <= config.profiler.start_step <= min(config.profiler.end_step, config.num_train_steps),
             f"profiler.start_step={config.profiler.start_step} must be at least 1 and at most end_step="

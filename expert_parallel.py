@@ -35,6 +35,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from transformers import MixtralConfig
 
+from phases import phase
+
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
@@ -100,39 +102,44 @@ class TokenDispatcher:
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._experts_per_rank = num_experts // self._ranks
 
+    # Not compiled: the host waits inside, and compiled code has no named phases.
+    @torch.compiler.disable
     def dispatch(
         self, x_TD: torch.Tensor, weights_TE: torch.Tensor, map_TE: torch.Tensor
     ) -> tuple[LocalTokens, DispatchState]:
         """Sends every token to the ranks that hold its experts."""
-        ranks, e = self._ranks, self._experts_per_rank
-        map_Tre = map_TE.unflatten(1, (ranks, e))
-        map_Tr = map_Tre.any(dim=2)
-        # Per destination rank: rows, then tokens of each of its experts.
-        sent = torch.cat((map_Tr.sum(0).unsqueeze(1), map_Tre.sum(0)), dim=1)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._group)
-        tokens_per_expert_e = received[:, 1:].sum(0)
-        # The host waits for the device here.
-        counts = torch.cat((sent[:, 0], received[:, 0], tokens_per_expert_e.sum(0, keepdim=True))).tolist()
-        send_counts, receive_counts, num_pairs = counts[:ranks], counts[ranks : 2 * ranks], counts[-1]
+        with phase("dispatch"):
+            ranks, e = self._ranks, self._experts_per_rank
+            map_Tre = map_TE.unflatten(1, (ranks, e))
+            map_Tr = map_Tre.any(dim=2)
+            # Per destination rank: rows, then tokens of each of its experts.
+            sent = torch.cat((map_Tr.sum(0).unsqueeze(1), map_Tre.sum(0)), dim=1)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self._group)
+            tokens_per_expert_e = received[:, 1:].sum(0)
+            # The host waits for the device here.
+            counts = torch.cat((sent[:, 0], received[:, 0], tokens_per_expert_e.sum(0, keepdim=True))).tolist()
+            send_counts, receive_counts, num_pairs = counts[:ranks], counts[ranks : 2 * ranks], counts[-1]
 
-        rows, row_id_map = self._te.moe_permute(x_TD, map_Tr, sum(send_counts))
-        # A weight of -1 says "not routed": it travels with the weights, where 0 may be a weight that underflowed.
-        marked_TE = torch.where(map_TE, weights_TE, -1.0)
-        marked, _ = self._te.moe_permute(marked_TE, map_Tr, sum(send_counts))
-        rows_RD = all_to_all_rows(rows, receive_counts, send_counts, self._group)
-        marked_RE = all_to_all_rows(marked, receive_counts, send_counts, self._group)
-        marked_Re = marked_RE[:, self._rank * e : (self._rank + 1) * e]
-        map_Re = marked_Re >= 0
-        tokens = LocalTokens(rows_RD, torch.where(map_Re, marked_Re, 0.0), map_Re, tokens_per_expert_e, num_pairs)
-        return tokens, DispatchState(row_id_map, send_counts, receive_counts, x_TD.shape[0])
+            rows, row_id_map = self._te.moe_permute(x_TD, map_Tr, sum(send_counts))
+            # A weight of -1 says "not routed": it travels with the weights, where 0 may be a weight that underflowed.
+            marked_TE = torch.where(map_TE, weights_TE, -1.0)
+            marked, _ = self._te.moe_permute(marked_TE, map_Tr, sum(send_counts))
+            rows_RD = all_to_all_rows(rows, receive_counts, send_counts, self._group)
+            marked_RE = all_to_all_rows(marked, receive_counts, send_counts, self._group)
+            marked_Re = marked_RE[:, self._rank * e : (self._rank + 1) * e]
+            map_Re = marked_Re >= 0
+            tokens = LocalTokens(rows_RD, torch.where(map_Re, marked_Re, 0.0), map_Re, tokens_per_expert_e, num_pairs)
+            return tokens, DispatchState(row_id_map, send_counts, receive_counts, x_TD.shape[0])
 
+    @torch.compiler.disable
     def combine(self, y_RD: torch.Tensor, state: DispatchState) -> torch.Tensor:
         """Sends the experts' results back and sums those of each token: [T, D]."""
-        rows = all_to_all_rows(y_RD, state.send_counts, state.receive_counts, self._group)
-        return self._te.moe_unpermute(
-            rows, state.row_id_map, restore_shape=torch.Size((state.num_tokens, y_RD.shape[1]))
-        )
+        with phase("combine"):
+            rows = all_to_all_rows(y_RD, state.send_counts, state.receive_counts, self._group)
+            return self._te.moe_unpermute(
+                rows, state.row_id_map, restore_shape=torch.Size((state.num_tokens, y_RD.shape[1]))
+            )
 
 
 def expert_blocks(model: nn.Module) -> list[nn.Module]:

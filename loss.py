@@ -13,6 +13,8 @@ scales. Three matrix products in all, nothing recomputed. dW is accumulated in F
 
 import torch
 
+from phases import phase
+
 
 IGNORE_INDEX = -100
 
@@ -121,4 +123,5 @@ def linear_cross_entropy(
     if num_items_in_batch is None:
         num_items_in_batch = (shift_labels_T != IGNORE_INDEX).sum().clamp_(min=1)
     with_gradient = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(hidden_TD, weight_VD, shift_labels_T, num_items_in_batch, with_gradient)
+    with phase("loss"):
+        return _LinearCrossEntropy.apply(hidden_TD, weight_VD, shift_labels_T, num_items_in_batch, with_gradient)

@@ -22,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import te_backend
 from generation import CachedGenerationMixin, takes_padded_batches
 from loss import IGNORE_INDEX, linear_cross_entropy
+from phases import phase
 from precision import PrecisionPlan
 
 
@@ -296,9 +297,10 @@ class NVLlamaModel(NVLlamaPreTrainedModel):
 
     def _run(self, index: int, layer: nn.Module, hidden: torch.Tensor, layer_kwargs: dict) -> Any:
         recomputed = recomputed_layers(self.config.activation_checkpointing, self.config.num_hidden_layers)
-        if torch.is_grad_enabled() and index in recomputed:
-            return self._checkpoint(layer, hidden, use_reentrant=False, **layer_kwargs)
-        return layer(hidden, **layer_kwargs)
+        with phase(f"forward layer {index + 1}"):
+            if torch.is_grad_enabled() and index in recomputed:
+                return self._checkpoint(layer, hidden, use_reentrant=False, **layer_kwargs)
+            return layer(hidden, **layer_kwargs)
 
 
 class NVLlamaForCausalLM(CachedGenerationMixin, NVLlamaPreTrainedModel):

@@ -8,6 +8,7 @@ from torch import nn
 
 from config import TrainConfig
 from distributed import global_grad_norm, local_tensor
+from phases import phase
 from quantized_parameters import drop_stale_transposes, is_quantized, seed_masters
 
 
@@ -109,14 +110,16 @@ def clip_and_step(
     Returns:
         The global norm before clipping: FP32 scalar.
     """
-    norm = global_grad_norm(parameters)
-    divisor = ((norm + 1e-6) / max_grad_norm).clamp_(min=1.0) if max_grad_norm > 0 else torch.ones_like(norm)
-    if isinstance(optimizer, AdamW):
-        optimizer.grad_scale = divisor
-    elif max_grad_norm > 0:
-        grads = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        torch._foreach_mul_(grads, divisor.reciprocal())
-    optimizer.step()
+    with phase("gradient norm"):
+        norm = global_grad_norm(parameters)
+        divisor = ((norm + 1e-6) / max_grad_norm).clamp_(min=1.0) if max_grad_norm > 0 else torch.ones_like(norm)
+        if isinstance(optimizer, AdamW):
+            optimizer.grad_scale = divisor
+        elif max_grad_norm > 0:
+            grads = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            torch._foreach_mul_(grads, divisor.reciprocal())
+    with phase("optimiser"):
+        optimizer.step()
     return norm
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: throughput, MFU, peak memory, progress bar, profiler window.
+"""Metrics of a run: throughput, MFU, peak memory, progress bar.
 
 Between two logged steps the logger only adds up integers. At a logged step it reads the loss and the gradient norm off
 the device, gathers five numbers from every rank in one collective, and rank 0 hands one record to loggers.py.
@@ -25,9 +25,10 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PretrainedConfig
 
-from config import ProfilerConfig, TrainConfig, save_resolved
+from config import TrainConfig, save_resolved
 from distributed import DistributedContext, nothing, together
 from loggers import RunLoggers
+from profiler import StepProfiler
 
 
 logger = logging.getLogger(__name__)
@@ -115,63 +116,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
-class StepProfiler:
-    """Profiles the steps ``start_step`` to ``end_step``, once.
-
-    On a GPU it opens the CUDA profiler range on every rank, for ``nsys profile --capture-range=cudaProfilerApi``, and
-    every step is an NVTX range. On a CPU rank 0 records with torch.profiler and writes a Chrome trace into ``run_dir``.
-    Training that starts inside the window opens it at once; training that starts after it never does, and says so.
-    """
-
-    def __init__(self, config: ProfilerConfig, run_dir: Path, ctx: DistributedContext, resumed_step: int):
-        self._cuda = ctx.device.type == "cuda"
-        self._enabled = config.enabled and (self._cuda or ctx.is_main)
-        self._steps = range(config.start_step, config.end_step + 1)
-        self._run_dir = run_dir
-        self._first_step: int | None = None
-        self._trace: torch.profiler.profile | None = None
-        self._step_range = contextlib.ExitStack()
-        self.running = False
-        if self._enabled and resumed_step >= config.end_step:
-            first, end = resumed_step + 1, config.end_step
-            logger.warning("Nothing will be profiled: step %d is past profiler.end_step=%d.", first, end)
-
-    def opens_at(self, step: int) -> bool:
-        return self._enabled and self._first_step is None and step in self._steps
-
-    def closes_after(self, step: int) -> bool:
-        return self.running and step >= self._steps[-1]
-
-    def start(self, step: int) -> None:
-        self._first_step, self.running = step, True
-        if self._cuda:
-            torch.cuda.profiler.start()
-        else:
-            self._trace = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
-            self._trace.start()
-
-    def stop(self) -> None:
-        self.running = False
-        if self._cuda:
-            torch.cuda.profiler.stop()
-        else:
-            self._trace.stop()
-            path = self._run_dir / f"trace_from_step_{self._first_step}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._trace.export_chrome_trace(str(path))
-            logger.info("Wrote the profile to %s: open it in chrome://tracing or Perfetto.", path)
-
-    def begin_range(self, step: int) -> None:
-        """Names the step in the profile, until :meth:`end_range`."""
-        if self._enabled:
-            name = f"step {step}"
-            named = torch.cuda.nvtx.range(name) if self._cuda else torch.profiler.record_function(name)
-            self._step_range.enter_context(named)
-
-    def end_range(self) -> None:
-        self._step_range.close()
-
-
 class PerfLogger:
     """Writes the metrics of every ``logger.frequency``-th step, of the last step and of those with a validation loss.
 
@@ -216,6 +160,7 @@ class PerfLogger:
         self._validation_loss: dict[str, str] = {}
 
         self._cleanup = contextlib.ExitStack()
+        self._cleanup.callback(self._profiler.close)
         self._loggers: RunLoggers | None = None
 
         def open_files() -> None:
@@ -326,10 +271,6 @@ class PerfLogger:
 
     def close(self) -> None:
         """Ends the profiler window, the bar and the loggers, and prints a summary of the run on rank 0."""
-        self._profiler.end_range()
-        if self._profiler.running:
-            self._synchronize()
-            self._profiler.stop()
         self._cleanup.close()
         if self._loggers is not None:
             self._loggers.close(failed=sys.exception() is not None)

@@ -22,6 +22,7 @@ from dataset import build_train_loader, build_validation_loader, load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
+from phases import phase
 from preemption import Preemption
 from quantization import plan_precision
 from quantization_stats import start_statistics
@@ -101,7 +102,8 @@ def main(cfg: DictConfig) -> None:
                 with nullcontext() if last or ctx.world_size == 1 else model.no_sync():
                     kept_weights = precision.micro_batch_kwargs(index, config.grad_acc_steps)
                     micro_loss = model(**micro_batch, num_items_in_batch=batch.num_targets, **kept_weights).loss
-                    (micro_loss * ctx.world_size).backward()  # DDP averages over the ranks; the loss is a sum over them
+                    with phase("backward"):  # DDP averages over the ranks; the loss is a sum over them
+                        (micro_loss * ctx.world_size).backward()
                 loss += micro_loss.detach()
             learning_rate = optimizer.param_groups[0]["lr"]
             grad_norm = clip_and_step(optimizer, parameters, config.max_grad_norm)
@@ -112,7 +114,7 @@ def main(cfg: DictConfig) -> None:
             # 6. Validate, log, save.
             validation_loss = None
             if validation is not None and is_due(step, config.validation.every_n_steps, config.num_train_steps):
-                with perf.untimed():
+                with perf.untimed(), phase("validation"):
                     validation_loss = validate(model, validation, ctx.device, batch.micro_batches[-1])
             perf.log_step(
                 step,
@@ -127,7 +129,7 @@ def main(cfg: DictConfig) -> None:
             )
             preempted = preemption.stops_after(step, batch.signalled_ranks)
             if saves_after(step, config, preempted):
-                with perf.untimed():
+                with perf.untimed(), phase("checkpoint"):
                     checkpointer.save(step, rank_state(loader, perf.rank_consumed_tokens, ctx.device))
             if preempted:
                 break

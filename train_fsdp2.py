@@ -25,6 +25,7 @@ from dataset import build_train_loader, build_validation_loader, load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
+from phases import phase
 from preemption import Preemption
 from quantization import plan_precision
 from quantization_stats import start_statistics
@@ -114,7 +115,8 @@ def main(cfg: DictConfig) -> None:
                 if ctx.world_size > 1:  # reduce the gradients once, after the last micro-batch
                     model.set_requires_gradient_sync(index == config.grad_acc_steps - 1)
                 micro_loss = model(**micro_batch, num_items_in_batch=batch.num_targets).loss
-                (micro_loss * ctx.world_size).backward()  # FSDP averages over the ranks; the loss is a sum over them
+                with phase("backward"):  # FSDP averages over the ranks; the loss is a sum over them
+                    (micro_loss * ctx.world_size).backward()
                 loss += micro_loss.detach()
             learning_rate = optimizer.param_groups[0]["lr"]
             grad_norm = clip_and_step(optimizer, parameters, config.max_grad_norm)
@@ -125,7 +127,7 @@ def main(cfg: DictConfig) -> None:
             # 6. Validate, log, save.
             validation_loss = None
             if validation is not None and is_due(step, config.validation.every_n_steps, config.num_train_steps):
-                with perf.untimed():
+                with perf.untimed(), phase("validation"):
                     validation_loss = validate(model, validation, ctx.device, batch.micro_batches[-1])
             perf.log_step(
                 step,
@@ -140,7 +142,7 @@ def main(cfg: DictConfig) -> None:
             )
             preempted = preemption.stops_after(step, batch.signalled_ranks)
             if saves_after(step, config, preempted):
-                with perf.untimed():
+                with perf.untimed(), phase("checkpoint"):
                     checkpointer.save(step, rank_state(loader, perf.rank_consumed_tokens, ctx.device))
             if preempted:
                 break

@@ -30,6 +30,7 @@ from mixture_of_experts import RouterTotals
 from modeling_mixtral_te import NVMixtralConfig, NVMixtralForCausalLM
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
+from phases import phase
 from preemption import Preemption
 from scheduler import build_scheduler
 from training import (
@@ -124,7 +125,8 @@ def main(cfg: DictConfig) -> None:
                 if ctx.world_size > 1:  # reduce the gradients once, after the last micro-batch
                     model.set_requires_gradient_sync(index == config.grad_acc_steps - 1)
                 output = model(**micro_batch, num_items_in_batch=batch.num_targets)
-                output.loss.backward()  # a sum over ranks, as the gradients are: sum_gradients
+                with phase("backward"):
+                    output.loss.backward()  # a sum over ranks, as the gradients are: sum_gradients
                 loss += output.lm_loss.detach()
                 router.add(output)
             router.all_reduce()
@@ -137,7 +139,7 @@ def main(cfg: DictConfig) -> None:
             # 6. Validate, log, save.
             validation_loss = None
             if validation is not None and is_due(step, config.validation.every_n_steps, config.num_train_steps):
-                with perf.untimed():
+                with perf.untimed(), phase("validation"):
                     validation_loss = validate(model, validation, ctx.device, batch.micro_batches[-1])
             perf.log_step(
                 step,
@@ -153,7 +155,7 @@ def main(cfg: DictConfig) -> None:
             )
             preempted = preemption.stops_after(step, batch.signalled_ranks)
             if saves_after(step, config, preempted):
-                with perf.untimed():
+                with perf.untimed(), phase("checkpoint"):
                     checkpointer.save(step, rank_state(loader, perf.rank_consumed_tokens, ctx.device))
             if preempted:
                 break

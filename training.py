@@ -22,6 +22,7 @@ from distributed import DistributedContext, HostCopy
 from loss import IGNORE_INDEX
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 from paths import project_path
+from phases import phase
 from precision import PrecisionPlan
 from quantized_parameters import unchanged_scales
 
@@ -180,15 +181,18 @@ def next_global_batch(
         signalled: whether this rank was asked to leave (preemption.py).
         cp_rank, cp_size: context parallelism: this rank keeps, and counts, its chunks of every sequence.
     """
-    whole_batches = [next(batches) for _ in range(grad_acc_steps)]
+    with phase("data wait"):
+        whole_batches = [next(batches) for _ in range(grad_acc_steps)]
     squares = sum(int(sequence_lengths(batch).square().sum()) for batch in whole_batches)
     micro_batches = [split_batch(batch, cp_rank, cp_size) for batch in whole_batches]
     # The only collective of a step besides gradients and logging; nobody waits for its result.
     totals = send(torch.tensor([sum(map(count_targets, micro_batches)), signalled], dtype=torch.float32), device)
     dist.all_reduce(totals)
     num_targets, signalled_ranks = totals.unbind()
+    with phase("host-to-device copy"):
+        moved = [to_device(batch, device) for batch in micro_batches]
     return GlobalBatch(
-        micro_batches=[to_device(batch, device) for batch in micro_batches],
+        micro_batches=moved,
         num_targets=num_targets,
         signalled_ranks=HostCopy(signalled_ranks),
         num_tokens=sum(batch["input_ids"].numel() for batch in micro_batches),

@@ -25,6 +25,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from phases import phase
+
 
 SCORES_PER_BLOCK = 2**22
 """Scores computed at a time: 16 MiB in FP32."""
@@ -81,12 +83,12 @@ class Ring:
         """Starts sending ``block`` to the successor (1) or the predecessor (-1) and receiving the other neighbour's."""
         received = torch.empty_like(block)
         to, source = (self._ranks[(self.rank + step) % self.size] for step in (direction, -direction))
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, block, to, group=self._group),
-                dist.P2POp(dist.irecv, received, source, group=self._group),
-            ]
-        )
+        moves = [
+            dist.P2POp(dist.isend, block, to, group=self._group),
+            dist.P2POp(dist.irecv, received, source, group=self._group),
+        ]
+        with phase("CP exchange"):
+            works = dist.batch_isend_irecv(moves)
         return Moving(block, received, works)
 
 
@@ -98,8 +100,9 @@ class Moving:
 
     def wait(self) -> torch.Tensor:
         """The block that came in."""
-        for work in self._works:
-            work.wait()
+        with phase("CP exchange"):
+            for work in self._works:
+                work.wait()
         return self._received
 
 

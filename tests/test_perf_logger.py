@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 import perf_logger
-from config import CheckpointConfig, LoggerConfig, ProfilerConfig, TrainConfig
+from config import CheckpointConfig, LoggerConfig, TrainConfig
 from distributed import DistributedContext
 from perf_logger import PerfLogger, flops_per_step, peak_bf16_tflops, run_folder
 
@@ -385,85 +385,13 @@ def test_without_a_terminal_a_line_now_and_then(tmp_path, clock, caplog):
     assert [record.message.split(":")[0] for record in caplog.records] == ["step 3/10", "step 6/10"]
 
 
-# --- Profiler ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cuda_calls(monkeypatch):
-    """What a run on a GPU would tell the CUDA profiler."""
-    calls = []
-    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
-    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(name))
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    return calls
-
-
-@pytest.mark.parametrize(
-    "resumed_step, steps, expected",
-    [
-        (0, range(1, 6), "1 pop start 2 pop 3 pop stop 4 pop 5 pop"),  # steps 2 and 3
-        (2, range(3, 6), "start 3 pop stop 4 pop 5 pop"),  # resumed inside the window: at once
-        (3, range(4, 6), "4 pop 5 pop"),  # resumed after it: never
-        (0, range(1, 3), "1 pop start 2 pop stop"),  # ended inside it: stopped by close()
-        (0, range(1, 2), "1 pop"),
-    ],
-)
-def test_cuda_profiler_window(tmp_path, cuda_calls, caplog, resumed_step, steps, expected):
-    ctx = DistributedContext(0, 0, 1, torch.device("cuda", 0))
-    config = make_config(profiler=ProfilerConfig(enabled=True, start_step=2, end_step=3))
-    logger = PerfLogger(config, tmp_path, ctx, LLAMA, resumed_step, 8 * resumed_step)
-    for step in steps:
-        logger.start_step(step)
-        log(logger, step)
-    logger.close()
-    logger.close()
-    assert " ".join(cuda_calls).replace("step ", "") == expected
-    assert ("Nothing will be profiled" in caplog.text) == (resumed_step >= 3)
-    line = read(tmp_path / "metrics.jsonl")[0]
-    assert line["peak_memory_gib"] == 1.0
-    assert line["mfu"] == pytest.approx(line["tflops_per_gpu"] / 989)
-
-
-def test_profiler_range_ends_when_a_step_fails(tmp_path, cuda_calls):
-    ctx = DistributedContext(0, 0, 1, torch.device("cuda", 0))
-    config = make_config(profiler=ProfilerConfig(enabled=True, start_step=1, end_step=3))
-    logger = PerfLogger(config, tmp_path, ctx, LLAMA, 0, 0)
-    logger.start_step(1)
-    logger.close()
-    assert cuda_calls == ["start", "step 1", "pop", "stop"]
-
-
-def test_profiler_off(tmp_path, cuda_calls):
-    ctx = DistributedContext(0, 0, 1, torch.device("cuda", 0))
-    logger = PerfLogger(make_config(), tmp_path, ctx, LLAMA, 9, 72)
-    logger.start_step(10)
-    log(logger, 10)
-    logger.close()
-    assert cuda_calls == []
-
-
-def test_chrome_trace_on_a_cpu(tmp_path):
-    config = make_config(profiler=ProfilerConfig(enabled=True, start_step=2, end_step=3))
-    logger = PerfLogger(config, tmp_path, CPU, LLAMA, 0, 0)
-    for step in range(1, 5):
-        logger.start_step(step)
-        torch.ones(4, 4) @ torch.ones(4, 4)
-        log(logger, step)
-    logger.close()
-    events = json.loads((tmp_path / "trace_from_step_2.json").read_text())["traceEvents"]
-    names = [event.get("name") for event in events]
-    assert {name for name in names if str(name).startswith("step ")} == {"step 2", "step 3"}
-    assert names.count("aten::mm") == 2
+# --- On a GPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
     ctx = DistributedContext(0, 0, 1, torch.device("cuda", 0))
-    config = make_config(num_train_steps=2, profiler=ProfilerConfig(enabled=True, start_step=1, end_step=1))
+    config = make_config(num_train_steps=2)
     block = torch.zeros(2**28, device="cuda")  # 1 GiB
     logger = PerfLogger(config, tmp_path, ctx, LLAMA, 0, 0)
     for step in (1, 2):

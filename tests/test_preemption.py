@@ -231,11 +231,15 @@ def test_stopped_at_random_moments_and_resumed(data, tmp_path, script, world_siz
 
 @pytest.mark.parametrize("script", ["train_fsdp2_cp", "train_fsdp2_ep"])
 def test_the_other_scripts_leave_alike(data, tmp_path, script):
-    run = Run(script, 1, data, tmp_path)
+    """With a profile that is being made, which is closed."""
+    window = ["profiler.enabled=true", "profiler.start_step=2", "profiler.end_step=50", "profiler.kind=torch"]
+    run = Run(script, 1, data, tmp_path, *window)
     run.argv = [word for word in run.argv if "intermediate_size" not in word and "hidden_size" not in word]
     exit_codes, output = run.go(Moment("training", nth=2))
     assert exit_codes == [REQUEUE_STATUS], output
     assert run.last_committed() == 3 == run.metrics()[-1]["step"]
+    trace = json.loads((run.directory / "profile_from_step_2" / "trace.json").read_text())
+    assert {"step 2", "step 3", "checkpoint"} <= {event.get("name") for event in trace["traceEvents"]}
 
 
 def test_a_signal_at_start_up_ends_the_process_at_once(data, tmp_path):

@@ -32,7 +32,7 @@ NEEDS = re.compile(r"needs .*(Docker|GPU|Slurm|Kubernetes|SkyPilot)")
 def commands():
     """(command, comment), the parts of ``a && b`` one by one."""
     found = []
-    for line in "".join(CODE_BLOCKS).splitlines():
+    for line in "".join(CODE_BLOCKS).replace("\\\n", "").splitlines():
         if re.match(PROGRAMS + r"(\s|$)", line):
             command, _, comment = line.partition(" #")
             found += [(part.strip(), comment) for part in command.split("&&")]
@@ -86,7 +86,7 @@ def run_script_here(script, argv, folder):
     os.chdir(folder)
     sys.argv = [script, *argv]
     sys.path.insert(0, str((PROJECT_DIR / script).parent))
-    distributed.shut_down = lambda: None
+    distributed.shut_down = lambda exit_status=0: None
     try:
         runpy.run_path(str(PROJECT_DIR / script), run_name="__main__")
     except SystemExit as ended:

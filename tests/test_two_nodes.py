@@ -68,7 +68,7 @@ def wait_until(condition: Callable[[], bool], nodes: list[Node], seconds: float)
 
 
 def test_a_lost_node_comes_back_and_training_goes_on(tmp_path):
-    """From the last committed checkpoint; every step is logged once, those run again with the losses of the first time."""
+    """From the last committed checkpoint; every step is logged once, and steps run again repeat their losses."""
     directory = tmp_path / "ckpt" / "train_fsdp2"
     metrics, port = directory / "metrics.jsonl", free_port()
 
