@@ -146,6 +146,13 @@ def nothing() -> None:
     """What the other ranks do in :func:`together` while rank 0 works."""
 
 
+def leave_group() -> None:
+    """Waits for all ranks and leaves the process group."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def shut_down(exit_status: int = 0) -> None:
     """Waits for all ranks, leaves the process group and ends this process. Call it last, after ``main`` has returned.
 
@@ -159,9 +166,7 @@ def shut_down(exit_status: int = 0) -> None:
       CUDA the exit handlers run and the process leaves at once. With CUDA, gloo carries no collective of the last
       seconds, and profilers rely on a regular exit.
     """
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    leave_group()
     if torch.cuda.is_initialized():
         sys.exit(exit_status)
     atexit._run_exitfuncs()

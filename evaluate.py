@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from collator import BSHDCollator, THDCollator, build_label_table
 from dataset import load_tokenizer
-from distributed import init_distributed, shut_down
+from distributed import init_distributed, leave_group, shut_down
 from paths import PROJECT_DIR, project_path
 from pretrained import load_model, project_architecture
 from records import find_parquet_files, open_records
@@ -224,6 +224,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"evaluate.py: {error}") from error
     if ctx.is_main:
         print(json.dumps(result))
+    leave_group()
 
 
 if __name__ == "__main__":
