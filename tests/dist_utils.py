@@ -100,6 +100,7 @@ def _run_rank(function: Callable, args: tuple, environment: dict[str, str], init
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
+    multiprocessing.set_start_method("fork", force=True)  # for loader workers; a child inherits the forkserver
     import torch
     import torch.distributed as dist
 

@@ -14,7 +14,6 @@ import shlex
 import sys
 
 import pytest
-import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 
 import distributed
@@ -93,9 +92,7 @@ def run_script_here(script, argv, folder):
         if ended.code:
             raise
     gc.collect()  # a DDP model must go before its group
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    distributed.leave_group()
 
 
 def test_commands_run(tmp_path):
