@@ -234,13 +234,11 @@ class TrainConfig:
 
 
 # Keys that only some scripts read.
-LLAMA_SCRIPTS = {"train_ddp", "train_fsdp2", "train_fsdp2_cp"}
 SCRIPT_KEYS = {
     "hsdp_replicate_size": {"train_fsdp2"},
     "cp_size": {"train_fsdp2_cp"},
     "cp_comm_type": {"train_fsdp2_cp"},
     "parallelism": {"train_fsdp2_ep"},
-    **dict.fromkeys(("fp8_config", "fp4_config", "fp8_layers", "fp4_layers", "quant_stats_config"), LLAMA_SCRIPTS),
 }
 
 

@@ -168,11 +168,12 @@ def check_layout(model_config: MixtralConfig, dp_size: int, ep_size: int) -> Non
         raise ValueError("invalid parallel layout:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def shard_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
+def shard_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     """Leaves on each rank its own experts, as DTensors Shard(0) over the ep axis, and makes the blocks dispatch tokens.
 
     Call it before ``fully_shard``, with a layout that :func:`check_layout` allows. One rank has nothing to shard.
     """
+    ep_mesh = mesh["ep"]
     ranks = ep_mesh.size()
     if ranks == 1:
         return
@@ -181,7 +182,7 @@ def shard_experts(model: nn.Module, ep_mesh: DeviceMesh) -> None:
             local = parameter.detach().chunk(ranks)[ep_mesh.get_local_rank()].clone()
             sharded = DTensor.from_local(local, ep_mesh, [Shard(0)], run_check=False)
             block.experts.register_parameter(name, nn.Parameter(sharded))
-        block.set_expert_parallel_group(ep_mesh.get_group())
+        block.set_expert_parallel_mesh(mesh)
 
 
 def fsdp_placement(parameter: nn.Parameter) -> Shard | None:

@@ -7,21 +7,30 @@ Router, in FP32, for the token's normed state x: z = W x [E]; the A largest z ar
 over those A. Output: sum over the chosen experts of weight * down(silu(gate(x)) * up(x)). All experts are one chain of
 grouped operations (``te.ops``) over the rows sorted by expert; the weight is applied inside the activation.
 
+Low precision: both products of an expert in its layer's recipe; the router, its inputs and weights stay in high
+precision. The rows of every expert are padded with zeros to what the recipe needs: they add nothing to any gradient.
+
 Host syncs: with one ep rank none here. TE's grouped products read the tokens per expert on the host, once per product,
 where cuBLAS has no grouped kernel that reads them on the device; padding (``alignment`` > 1) reads the padded total.
 """
 
+import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from transformers import MixtralConfig
 
 import te_backend
 from expert_parallel import LocalTokens, TokenDispatcher
-from te_reference.ops import packed
+from precision import PrecisionPlan
+from quantized_parameters import is_quantized
+from stacked_weights import hold_quantized
+from te_reference.emulated_linear import packed
 
 
 FUSED_MLP_INTERLEAVE = 32  # TE's fused kernel wants blocks of 32 gate rows and 32 up rows in turn
@@ -147,9 +156,7 @@ class _GroupedMLP(torch.autograd.Function):
         operations, parameters = experts.bind(fc1_weight, fc2_weight)
         with torch.enable_grad():
             rows_RD, weights_R = rows_RD.detach().requires_grad_(), weights_R.detach().requires_grad_()
-            y_RD = operations(rows_RD, splits_e, weights_R, splits_e)
-        if experts.fused:
-            _require_fused(operations)
+            y_RD = experts.compute(operations, rows_RD, splits_e, weights_R)
         # Edges, not tensors: nothing here keeps an activation alive that the operations themselves do not.
         edge = torch.autograd.graph.get_gradient_edge
         ctx.output, ctx.inputs = edge(y_RD), (edge(rows_RD), edge(weights_R), *parameters)
@@ -168,26 +175,93 @@ class Experts(nn.Module):
     """The SwiGLU experts of one layer: ``fc1_weight`` [E, 2F, D] with rows [gate; up], ``fc2_weight`` [E, D, F].
 
     Under expert parallelism the parameters are DTensors, and this rank runs its own e experts.
+
+    Args:
+        precision: of the model; index: of the layer, from 0. In low precision both products quantise each expert's
+            rows, weight and gradient by itself, with scales of its own. Delayed scaling reduces their amaxes over the
+            ranks that hold the same experts, so that the scales do not depend on the layout.
     """
 
-    def __init__(self, config: MixtralConfig, te: Any):
+    def __init__(self, config: MixtralConfig, te: Any, precision: PrecisionPlan, index: int):
         super().__init__()
         E, D, F_ = config.num_local_experts, config.hidden_size, config.intermediate_size
         factory = {"device": te_backend.layer_device(), "dtype": torch.get_default_dtype()}
         self.fc1_weight = nn.Parameter(torch.empty(E, 2 * F_, D, **factory))
         self.fc2_weight = nn.Parameter(torch.empty(E, D, F_, **factory))
-        self.alignment = config.expert_token_alignment
+        self.alignment = math.lcm(config.expert_token_alignment, precision.group_rows(index))
         self.fused = config.fused_grouped_mlp
-        self._te = te
+        self.recipe = precision.recipes[index]
+        self.primary_weights_in_fp8 = precision.quantized_init and self.recipe is not None
+        """Whether the weights are held in the compute format only (TE's name)."""
+        self._te, self._precision, self._index = te, precision, index
+        self._width, self._ffn = D, F_
+        self._mesh: DeviceMesh | None = None
         # Not a submodule: its parameters are views and not the model's.
-        self._bound: tuple[nn.Module, tuple[nn.Parameter, ...]] | None = None
+        self._operations: nn.Module | None = None
+        if self.primary_weights_in_fp8 and not self.fc1_weight.is_meta:
+            self.reset_parameters()
 
-    def forward(self, tokens: LocalTokens) -> torch.Tensor:
-        """The tokens' weighted sums over this rank's experts, [R, D]."""
-        fc1_weight, fc2_weight = (
+    def set_mesh(self, mesh: DeviceMesh) -> None:
+        """The (dp, ep) mesh over which the parameters are sharded."""
+        self._mesh = mesh
+
+    def reset_parameters(self) -> None:
+        """Quantised init: turns the parameters, once they have memory, into the compute format."""
+        fc1, _, fc2 = self.bind(*self._local_weights())[0]
+        order = (_interleave, _deinterleave) if self.fused else (None, None)
+        hold = (self._te, self.recipe, self._precision.preserve_high_precision_init_val)
+        self.fc1_weight = hold_quantized(self.fc1_weight, fc1, *hold, *order)
+        self.fc2_weight = hold_quantized(self.fc2_weight, fc2, *hold)
+
+    def scaling_tensors(self) -> dict[str, torch.Tensor]:
+        """Delayed scaling: scales and amax histories of both products, input and weight of each expert in turn, by
+        name; over ep as DTensors, like the weights. They share the products' memory, and are made where there are none
+        yet."""
+        fc1, _, fc2 = self.bind(*self._local_weights())[0]
+        tensors = {}
+        for name, operation in (("fc1", fc1), ("fc2", fc2)):
+            if operation._fp8_metas is None:
+                operation.reset_recipe_state(recipe=self.recipe)
+            for mode, key in (("forward", "scaling_fwd"), ("backward", "scaling_bwd")):
+                state = operation._fp8_metas[mode][key]
+                tensors[f"{name}.{key}.scale"] = self._over_ep(state.scale, Shard(0))
+                tensors[f"{name}.{key}.amax_history"] = self._over_ep(state.amax_history, Shard(1))
+        return tensors
+
+    def _over_ep(self, tensor: torch.Tensor, placement: Shard) -> torch.Tensor:
+        if self._mesh is None:
+            return tensor
+        return DTensor.from_local(tensor, self._mesh["ep"], [placement], run_check=False)
+
+    def _local_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(
             weight.to_local() if isinstance(weight, DTensor) else weight
             for weight in (self.fc1_weight, self.fc2_weight)
         )
+
+    def _scope(self) -> AbstractContextManager:
+        if self._mesh is None or self.recipe is None or not self.recipe.delayed():
+            return nullcontext()  # the layer's
+        return self._te.autocast(enabled=True, recipe=self.recipe, amax_reduction_group=self._mesh["dp"].get_group())
+
+    def compute(
+        self, operations: nn.Module, rows_RD: torch.Tensor, splits_e: torch.Tensor, weights_R: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs the grouped operations."""
+        with self._scope():
+            y_RD = operations(rows_RD, splits_e, weights_R, splits_e)
+        if self.fused:
+            _require_fused(operations)
+        return y_RD
+
+    def _run(self, rows_RD: torch.Tensor, splits_e: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
+        fc1_weight, fc2_weight = self._local_weights()
+        if not torch.is_grad_enabled():
+            return self.compute(self.bind(fc1_weight, fc2_weight)[0], rows_RD, splits_e, weights_R)
+        return _GroupedMLP.apply(self, rows_RD, splits_e, weights_R, fc1_weight, fc2_weight)
+
+    def forward(self, tokens: LocalTokens) -> torch.Tensor:
+        """The tokens' weighted sums over this rank's experts, [R, D]."""
         num_tokens = tokens.rows_RD.shape[0]
         if num_tokens == 0:
             # Every rank must run every expert's products and gradients, or those that reduce them would wait for it.
@@ -195,7 +269,7 @@ class Experts(nn.Module):
             splits_e = torch.zeros_like(tokens.tokens_per_expert_e)
             splits_e[0] = self.alignment
             weights = tokens.weights_Re.new_zeros(self.alignment)
-            y = _GroupedMLP.apply(self, rows, splits_e, weights, fc1_weight, fc2_weight)
+            y = self._run(rows, splits_e, weights)
             return tokens.rows_RD + y[:0] + tokens.weights_Re[:, :1]
         if self.alignment > 1:
             rows, weights, row_id_map, pad_offsets, splits_e = self._te.moe_permute_and_pad_with_probs(
@@ -206,38 +280,47 @@ class Experts(nn.Module):
                 tokens.rows_RD, tokens.weights_Re, tokens.map_Re, tokens.num_pairs
             )
             pad_offsets, splits_e = None, tokens.tokens_per_expert_e
-        y = _GroupedMLP.apply(self, rows, splits_e, weights, fc1_weight, fc2_weight)
+        y = self._run(rows, splits_e, weights)
         return self._te.moe_unpermute(y, row_id_map, restore_shape=tokens.rows_RD.shape, pad_offsets=pad_offsets)
 
     @torch.no_grad()
     def bind(self, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor) -> tuple[nn.Module, tuple[nn.Parameter, ...]]:
         """The grouped operations and their parameters, views of the weights [e, 2F, D] and [e, D, F]."""
-        if self.fused:
-            fc1_weight = _interleave(fc1_weight)
-        if self._bound is None:
-            e, two_f, width = fc1_weight.shape
+        if self._operations is None:
+            e = len(fc1_weight)
             # On the meta device: their parameters are replaced before anything is computed.
             factory = {"bias": False, "device": "meta", "dtype": fc1_weight.dtype}
-            fc1 = self._te.ops.GroupedLinear(e, width, two_f, **factory)
-            fc2 = self._te.ops.GroupedLinear(e, two_f // 2, width, **factory)
+            with self._precision.layer_init(self._index):
+                fc1 = self._te.ops.GroupedLinear(e, self._width, 2 * self._ffn, **factory)
+                fc2 = self._te.ops.GroupedLinear(e, self._ffn, self._width, **factory)
             activation = self._te.ops.ScaledSwiGLU(glu_interleave_size=FUSED_MLP_INTERLEAVE if self.fused else None)
-            for operation, weight_eOI in ((fc1, fc1_weight), (fc2, fc2_weight)):
-                for index, weight_OI in enumerate(weight_eOI.unbind(0)):
-                    operation.register_parameter(f"weight{index}", nn.Parameter(weight_OI))
-            operations = self._te.ops.Sequential(fc1, activation, fc2)
-            self._bound = operations, tuple(operations.parameters())
-        operations, parameters = self._bound
-        for operation, weight_eOI in ((operations[0], fc1_weight), (operations[2], fc2_weight)):
-            if operation.weight0.data_ptr() != weight_eOI.data_ptr():  # FSDP gathers into new memory now and then
-                for index, weight_OI in enumerate(weight_eOI.unbind(0)):
-                    getattr(operation, f"weight{index}").data = weight_OI
-        return operations, parameters
+            self._operations = self._te.ops.Sequential(fc1, activation, fc2)
+        fc1, _, fc2 = self._operations
+        _bind(fc1, _interleave(fc1_weight) if self.fused and not is_quantized(fc1_weight) else fc1_weight)
+        _bind(fc2, fc2_weight)
+        return self._operations, tuple(self._operations.parameters())
 
     def unbind_gradients(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the operations' parameters -> those of ``fc1_weight`` and ``fc2_weight``."""
         half = len(gradients) // 2
         dfc1, dfc2 = packed(gradients[:half]), packed(gradients[half:])
         return (_deinterleave(dfc1) if self.fused else dfc1), dfc2
+
+
+def _bind(operation: nn.Module, weight_eOI: torch.Tensor) -> None:
+    """Makes the parameters of a grouped operation those of the stack."""
+    held = operation.weight0
+    # FSDP gathers into new memory now and then, and quantised weights into new scales.
+    if not (is_quantized(weight_eOI) or held.is_meta) and held.data_ptr() == weight_eOI.data_ptr():
+        return
+    for index, weight_OI in enumerate(weight_eOI.unbind(0)):
+        name = f"weight{index}"
+        held = getattr(operation, name)
+        if is_quantized(weight_OI) or held.is_meta:
+            if held is not weight_OI:
+                operation.register_parameter(name, nn.Parameter(weight_OI))
+        else:
+            held.data = weight_OI
 
 
 def _require_fused(operations: nn.Module) -> None:
@@ -265,16 +348,17 @@ def _deinterleave(weight: torch.Tensor) -> torch.Tensor:
 class MixtureOfExperts(nn.Module):
     """Router ``gate`` and ``experts``."""
 
-    def __init__(self, config: MixtralConfig, te: Any):
+    def __init__(self, config: MixtralConfig, te: Any, precision: PrecisionPlan, index: int):
         super().__init__()
         self._te, self._num_experts, self._top_k = te, config.num_local_experts, config.num_experts_per_tok
         self.gate = Router(config, te)
-        self.experts = Experts(config, te)
+        self.experts = Experts(config, te, precision, index)
         self._dispatcher: TokenDispatcher | None = None
 
-    def set_expert_parallel_group(self, group: dist.ProcessGroup) -> None:
-        """Dispatch tokens over ``group``; the experts' parameters must be sharded over it."""
-        self._dispatcher = TokenDispatcher(self._te, self._num_experts, group)
+    def set_expert_parallel_mesh(self, mesh: DeviceMesh) -> None:
+        """Dispatch tokens over the ep axis of ``mesh`` (dp, ep); the experts' parameters must be sharded over it."""
+        self._dispatcher = TokenDispatcher(self._te, self._num_experts, mesh["ep"].get_group())
+        self.experts.set_mesh(mesh)
 
     def forward(self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None) -> tuple[torch.Tensor, RouterStatistics]:
         """[T, D] -> [T, D]."""

@@ -36,6 +36,7 @@ from modeling_llama_te import (
     decoder_problems,
     shift_within_sequences,
 )
+from precision import PrecisionPlan
 
 
 FUSED_MLP_TOKEN_ALIGNMENT = 256
@@ -48,8 +49,8 @@ class NVMixtralConfig(MixtralConfig):
         attn_input_format, self_attn_mask_type, te_backend, activation_checkpointing: as in ``NVLlamaConfig``.
         router_z_loss_coef: weight of the router z-loss; 0: none.
         router_bias_update_rate: step of the balancing bias per optimiser step; 0: no bias.
-        expert_token_alignment: rows per expert are padded to a multiple of this: 1 without low precision, 16 for FP8,
-            32 for MXFP8, 128 for NVFP4, 256 for the fused grouped MLP.
+        expert_token_alignment: rows per expert are padded to a multiple of this and of what the layer's recipe needs
+            (16 for FP8, 32 for MXFP8, 128 for block scaling and NVFP4); the fused grouped MLP needs 256.
         fused_grouped_mlp: run the experts as TE's one fused kernel (Blackwell, MXFP8); an error where that cannot be.
     """
 
@@ -143,7 +144,7 @@ def fused_grouped_mlp_obstacles(config: NVMixtralConfig) -> list[str]:
 class MixtralLayer(nn.Module):
     """x + attention(norm(x)), then x + experts(norm(x))."""
 
-    def __init__(self, config: NVMixtralConfig, te: Any, layer_number: int):
+    def __init__(self, config: NVMixtralConfig, te: Any, precision: PrecisionPlan, index: int):
         super().__init__()
         factory = {"params_dtype": torch.get_default_dtype(), "device": te_backend.layer_device()}
         self.self_attention = te.MultiheadAttention(
@@ -153,7 +154,7 @@ class MixtralLayer(nn.Module):
             num_gqa_groups=config.num_key_value_heads,
             attention_dropout=0.0,
             layernorm_epsilon=config.rms_norm_eps,
-            layer_number=layer_number,
+            layer_number=index + 1,
             attn_mask_type=config.attention_mask_type,
             qkv_format=config.attn_input_format,
             input_layernorm=True,
@@ -163,7 +164,7 @@ class MixtralLayer(nn.Module):
             **factory,
         )
         self.post_attention_layernorm = te.RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **factory)
-        self.mlp = MixtureOfExperts(config, te)
+        self.mlp = MixtureOfExperts(config, te, precision, index)
 
     def forward(
         self,
@@ -216,7 +217,7 @@ class NVMixtralModel(NVLlamaModel):
     static_decoding = False  # the host must know how many tokens every expert gets
 
     def _build_layer(self, te: Any, index: int) -> nn.Module:
-        return MixtralLayer(self.config, te, layer_number=index + 1)
+        return MixtralLayer(self.config, te, self.precision, index)
 
     @takes_padded_batches
     def forward(
@@ -232,9 +233,11 @@ class NVMixtralModel(NVLlamaModel):
         mask_T = None if attention_mask is None else attention_mask.flatten().bool()
         layer_kwargs["token_mask_T"] = mask_T
         statistics = []
-        for index, layer in enumerate(self.layers):
-            hidden, layer_statistics = self._run(index, layer, hidden, layer_kwargs)
-            statistics.append(layer_statistics)
+        with self.precision.region():
+            for index, layer in enumerate(self.layers):
+                with self.precision.layer(index):
+                    hidden, layer_statistics = self._run(index, layer, hidden, layer_kwargs)
+                statistics.append(layer_statistics)
         num_tokens = (
             hidden.new_tensor(hidden[..., 0].numel(), dtype=torch.float32) if mask_T is None else mask_T.sum().float()
         )
@@ -253,9 +256,9 @@ class NVMixtralForCausalLM(CachedGenerationMixin, NVLlamaPreTrainedModel):
     _no_split_modules = ["MixtralLayer"]
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
-    def __init__(self, config: NVMixtralConfig):
+    def __init__(self, config: NVMixtralConfig, precision: PrecisionPlan | None = None):
         super().__init__(config)
-        self.model = NVMixtralModel(config)
+        self.model = NVMixtralModel(config, precision)
         self.lm_head = nn.Linear(
             config.hidden_size,
             config.vocab_size,

@@ -38,6 +38,11 @@ class PrecisionPlan:
         names = {type(recipe).__name__ for recipe in self.recipes if recipe is not None}
         return max((RECIPE_MULTIPLES[name].tokens for name in names), default=1)
 
+    def group_rows(self, index: int) -> int:
+        """What the rows of every expert of layer ``index`` (from 0) must be a multiple of."""
+        recipe = self.recipes[index]
+        return 1 if recipe is None else RECIPE_MULTIPLES[type(recipe).__name__].group_rows
+
     def layer_init(self, index: int) -> AbstractContextManager:
         """Surrounds the construction of layer ``index`` (from 0)."""
         if not self.quantized_init or self.recipes[index] is None:

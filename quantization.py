@@ -1,7 +1,8 @@
 """Low precision, layer by layer: which recipe every decoder layer runs in, and what a recipe asks of a run.
 
-A decoder layer's linear layers (QKV, attention output, both MLP projections) run in FP8, in FP4 or in the model's own
-dtype. Everything else stays in high precision: LM head, embedding, norms, attention, residual stream. ``fp8_layers``
+A decoder layer's linear layers (QKV, attention output, both MLP projections, of every expert where there are experts)
+run in FP8, in FP4 or in the model's own dtype. Everything else stays in high precision: LM head, embedding, norms,
+attention, router, residual stream. ``fp8_layers``
 and ``fp4_layers`` count from 1:
 
 | on | lists | layers |
@@ -66,7 +67,11 @@ def layer_formats(config: TrainConfig, num_layers: int) -> list[str | None]:
 
 
 def plan_precision(
-    config: TrainConfig, model_config: PreTrainedConfig, device: torch.device, num_shards: int = 1
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    device: torch.device,
+    num_shards: int = 1,
+    num_expert_shards: int | None = None,
 ) -> PrecisionPlan:
     """The recipes of a run, checked against the model's sizes and the device, before the model is built.
 
@@ -74,6 +79,7 @@ def plan_precision(
         model_config: reads the number of layers and their sizes.
         device: where the layers will run.
         num_shards: ranks that every parameter is cut over (FSDP2); 1: none.
+        num_expert_shards: mixture of experts: ranks that each expert is cut over instead; None: no experts.
 
     Raises:
         ConfigError: every problem found.
@@ -103,6 +109,8 @@ def plan_precision(
                 problems.append(f"{prefix}_config: {error}")
                 continue
             problems += size_problems(model_config, name)
+            if num_expert_shards is not None and not te_backend.is_reference(te):
+                problems += te_expert_problems(name)
             if getattr(recipes[prefix], "fp8_dpa", False):
                 problems += fp8_attention_problems(
                     config.use_sequence_packing, torch.cuda.get_device_capability(device)
@@ -111,7 +119,14 @@ def plan_precision(
     asked = qinit.enabled or bool(config.config_kwargs.get("use_quantized_model_init"))
     if asked:
         for recipe in recipes.values():
-            problems += quantized_init_problems(model_config, type(recipe).__name__, num_shards)
+            name = type(recipe).__name__
+            problems += quantized_init_problems(model_config, name, num_shards, num_expert_shards)
+        if (num_expert_shards or 1) > 1 and not te_backend.is_reference(te):
+            problems.append(
+                f"quantised init with experts cut over {num_expert_shards} ranks: TransformerEngine 2.20 gathers weights "
+                "that are cut along their first dim only, and stacked experts are not. Set parallelism.dp_size=1, turn "
+                "quantised init off, or use te_backend=reference."
+            )
     if problems:
         raise ConfigError(problems)
     per_layer = tuple(recipes.get(name) for name in formats)
@@ -205,8 +220,21 @@ def size_problems(model_config: PreTrainedConfig, name: str) -> list[str]:
     ]
 
 
-def quantized_init_problems(model_config: PreTrainedConfig, name: str, num_shards: int) -> list[str]:
-    """Why weights cannot be held in a recipe's format, cut over ``num_shards`` ranks."""
+def te_expert_problems(name: str) -> list[str]:
+    """Why TransformerEngine's grouped products cannot run a recipe."""
+    if name == "Float8BlockScaling":
+        return [
+            "Float8BlockScaling: TransformerEngine 2.20 has no kernel for it in the experts' grouped products. Use "
+            "DelayedScaling or Float8CurrentScaling, or te_backend=reference, which emulates it."
+        ]
+    return []
+
+
+def quantized_init_problems(
+    model_config: PreTrainedConfig, name: str, num_shards: int, num_expert_shards: int | None = None
+) -> list[str]:
+    """Why weights cannot be held in a recipe's format, cut over ``num_shards`` ranks, experts (None: there are none)
+    over ``num_expert_shards``."""
     if name == "Float8BlockScaling":
         return [
             "quantised init with Float8BlockScaling: TransformerEngine 2.20 cannot train parameters in this format. "
@@ -222,9 +250,14 @@ def quantized_init_problems(model_config: PreTrainedConfig, name: str, num_shard
     rows = 32 if name == "MXFP8BlockScaling" else 1
     sizes = linear_sizes(model_config)
     del sizes["num_attention_heads * head_dim"]  # features in only; a weight is cut along its features out
+    cuts = [(what, size, num_shards) for what, size in sizes.items()]
+    if num_expert_shards is not None:
+        cuts = [cut for cut in cuts if cut[0] != "intermediate_size"]
+        cuts += [(what, sizes[what], num_expert_shards) for what in ("hidden_size", "intermediate_size")]
     return [
-        f"quantised init: {what} = {size} rows of a weight cannot be cut over {num_shards} ranks in multiples of "
-        f"{rows}, which {name} needs: use fewer ranks (or hsdp_replicate_size), or turn quantised init off."
-        for what, size in sizes.items()
-        if size % (num_shards * rows)
+        f"quantised init: {what} = {size} rows of a weight cannot be cut over {ranks} ranks in multiples of {rows}, "
+        f"which {name} needs: use fewer ranks{'' if num_expert_shards else ' (or hsdp_replicate_size)'}, or turn "
+        "quantised init off."
+        for what, size, ranks in cuts
+        if size % (ranks * rows)
     ]

@@ -8,7 +8,7 @@ quantising. So a checkpoint keeps the master only, and reads into any layout and
 themselves do not allow (blocks do not cut everywhere).
 
 Delayed scaling is the only recipe with state: per linear layer scales and amax histories of input, weight and output
-gradient, the same on all ranks once reduced. TE's modules pickle them into ``_extra_state``, whose size varies; here
+gradient, the same on all ranks once reduced; experts have theirs where they are. TE's modules pickle them into ``_extra_state``, whose size varies; here
 the tensors themselves are saved.
 """
 
@@ -131,7 +131,8 @@ def low_precision_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any
 
 
 def delayed_scaling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Scales and amax histories (FP32, shared memory) of all linear layers with delayed scaling, by name.
+    """Scales and amax histories (FP32, shared memory) of all linear layers with delayed scaling, by name; those of
+    experts spread over ranks are DTensors.
 
     Makes them where the module has not run yet: they are loaded before it does.
     """
@@ -140,6 +141,9 @@ def delayed_scaling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         if not recipe.delayed():
             continue
         for name, module in layer.named_modules():
+            if hasattr(module, "scaling_tensors"):
+                named = module.scaling_tensors().items()
+                tensors |= {f"{layer_name}.{name}.{key}": tensor for key, tensor in named}
             num_weights = sum(parameter.ndim == 2 for parameter in module.parameters(recurse=False))
             if not num_weights or not hasattr(module, "init_fp8_meta_tensors"):
                 continue
@@ -156,7 +160,8 @@ def delayed_scaling_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def unchanged_scales(model: nn.Module) -> Iterator[None]:
     """For validation: its forward passes record the amaxes of their tensors, too; they must not scale later training
     steps, or a run would depend on when it validates."""
-    histories = [tensor for name, tensor in delayed_scaling_tensors(model).items() if name.endswith(".amax_history")]
+    tensors = delayed_scaling_tensors(model)
+    histories = [local_tensor(tensor) for name, tensor in tensors.items() if name.endswith(".amax_history")]
     current = [history[0].clone() for history in histories]
     try:
         yield

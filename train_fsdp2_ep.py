@@ -32,6 +32,8 @@ from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
 from phases import phase
 from preemption import Preemption
+from quantization import plan_precision
+from quantization_stats import start_statistics
 from scheduler import build_scheduler
 from training import (
     build_model,
@@ -59,7 +61,7 @@ def shard(model: nn.Module, config: TrainConfig, ctx: DistributedContext) -> Non
     dp_size, ep_size = config.parallelism.sizes(ctx.world_size)
     world_mesh = init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=("shard",))
     mesh = init_device_mesh(ctx.device.type, (dp_size, ep_size), mesh_dim_names=("dp", "ep"))
-    shard_experts(model, mesh["ep"])
+    shard_experts(model, mesh)
 
     # Gradients are summed in FP32. Inputs are not cast: the RoPE table and the router's weights must stay FP32.
     options = {
@@ -86,13 +88,17 @@ def main(cfg: DictConfig) -> None:
     # 1. Configuration, processes.
     config = load_config(cfg, script="train_fsdp2_ep")
     ctx = init_distributed()
+    torch.manual_seed(config.seed + ctx.rank)  # stochastic rounding; data and weights have generators of their own
     run_dir = run_folder(config, "train_fsdp2_ep")
 
     # 2. Tokenizer, model, optimiser.
     tokenizer = load_tokenizer(config.dataset.tokenizer_name_or_path)
     model_config = build_model_config(config, tokenizer, NVMixtralConfig)
-    check_layout(model_config, *config.parallelism.sizes(ctx.world_size))
-    model = build_model(config, model_config, ctx.device, NVMixtralForCausalLM)
+    dp_size, ep_size = config.parallelism.sizes(ctx.world_size)
+    check_layout(model_config, dp_size, ep_size)
+    precision = plan_precision(config, model_config, ctx.device, ctx.world_size, num_expert_shards=dp_size)
+    statistics = start_statistics(config, precision)
+    model = build_model(config, model_config, ctx.device, NVMixtralForCausalLM, precision)
     shard(model, config, ctx)
     initialize_weights(model, ctx.device, config.seed, config.init_from_pretrained)
     parameters = list(model.parameters())
@@ -100,10 +106,10 @@ def main(cfg: DictConfig) -> None:
     scheduler = build_scheduler(optimizer, config.lr_scheduler_kwargs)
 
     # 3. Data: every rank reads its own part.
-    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size)
+    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
     validation = None
     if config.validation.enabled:
-        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size)
+        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
         require_targets(validation, ctx.device, "the validation set")
 
     # 4. Resume.
@@ -112,6 +118,7 @@ def main(cfg: DictConfig) -> None:
     start_step, consumed_tokens = restore(loaded, loader, config.num_train_steps, ctx)
 
     # 5. Train.
+    statistics.attach(model, start_step)
     batches = iter(loader)
     perf = PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)
     with closing(loader), closing(perf):
@@ -135,6 +142,7 @@ def main(cfg: DictConfig) -> None:
             scheduler.step()
             optimizer.zero_grad()
             model.update_router_bias(router.tokens_per_expert_LE)
+            statistics.step()
 
             # 6. Validate, log, save.
             validation_loss = None
@@ -161,6 +169,7 @@ def main(cfg: DictConfig) -> None:
                 break
 
     # 7. Finish.
+    statistics.close()
     checkpointer.close()
     if config.checkpoint.save_final_model and not preemption.left_early:
         save_final_model(model, tokenizer, checkpointer.directory / "final_model")

@@ -29,7 +29,8 @@ PROJECT_DIR = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT_DIR))
 
 from te_reference.delayed_scaling import AmaxReduction, DelayedScalingState  # noqa: E402
-from te_reference.emulation import QuantizedTensor, emulated_linear, quantize  # noqa: E402
+from te_reference.emulated_linear import emulated_linear  # noqa: E402
+from te_reference.emulation import QuantizedTensor, quantize  # noqa: E402
 from te_reference.recipe import (  # noqa: E402
     DelayedScaling,
     Float8BlockScaling,

@@ -28,6 +28,8 @@ class Scope:
     """None: high precision."""
     region: AmaxReduction | None = None
     """The outermost autocast's scale updates; None outside of one."""
+    amax_reduction_group: dist.ProcessGroup | None = None
+    """Of the innermost autocast."""
     stash: list[tuple[DelayedScalingState, torch.Tensor]] | None = None
     """Where a checkpointed forward pass keeps the scales that it used, for its recomputation."""
     replaying: bool = False
@@ -38,7 +40,9 @@ class Scope:
         (:meth:`AmaxReduction.join`)."""
         if self.stash is not None:
             self.stash.append((state, state.forward.scale.clone()))
-        return self.region.join(state) if self.region is not None and torch.is_grad_enabled() else None
+        if self.region is None or not torch.is_grad_enabled():
+            return None
+        return self.region.join(state, self.amax_reduction_group)
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def autocast(
     Args:
         enabled: False: high precision, inside a low-precision scope for example.
         recipe: needed if ``enabled``.
-        amax_reduction_group: of the outermost scope; None: all ranks.
+        amax_reduction_group: of the modules called in this scope; None: all ranks.
 
     Raises:
         ValueError: enabled without a recipe.
@@ -85,14 +89,19 @@ def autocast(
         raise ValueError("autocast(enabled=True) needs a recipe, such as te_reference.recipe.DelayedScaling().")
     outer = _SCOPE.get()
     outermost = outer.region is None and not outer.replaying
-    region = AmaxReduction(amax_reduction_group) if outermost else outer.region
-    token = _SCOPE.set(replace(outer, recipe=recipe if enabled else None, region=region))
+    scope = replace(
+        outer,
+        recipe=recipe if enabled else None,
+        region=AmaxReduction() if outermost else outer.region,
+        amax_reduction_group=amax_reduction_group,
+    )
+    token = _SCOPE.set(scope)
     try:
         yield
     finally:
         _SCOPE.reset(token)
     if outermost and torch.is_grad_enabled():
-        region.finish_forward()
+        scope.region.finish_forward()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ Scales start at 1, so the first step quantises unscaled; its gradients underflow
 Sources: transformer_engine/pytorch/quantization.py (``reduce_and_update_fp8_tensors``, ``_amax_and_scale_update``).
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -48,30 +49,35 @@ class AmaxTracker:
 
 
 class DelayedScalingState:
-    """What one linear layer keeps between steps: its input and weight (forward), its output gradient (backward)."""
+    """What one linear layer keeps between steps: its input and weight (forward), its output gradient (backward).
 
-    SLOTS = {"activation": 0, "weight": 1, "gradient": 0}
+    With ``num_groups`` E, what a grouped linear layer keeps: input and weight of each group in turn, as TE orders them
+    (ops/basic/grouped_linear.py), and E gradients; scales and amaxes are then [E] instead of [].
+    """
 
-    def __init__(self, recipe: DelayedScaling, device: torch.device | str | None = None):
+    def __init__(self, recipe: DelayedScaling, device: torch.device | str | None = None, num_groups: int | None = None):
         self.recipe = recipe
         gradient_dtype = torch.float8_e5m2 if recipe.fp8_format is Format.HYBRID else torch.float8_e4m3fn
-        self.forward = AmaxTracker(2, torch.float8_e4m3fn, recipe.amax_history_len, device)
-        self.backward = AmaxTracker(1, gradient_dtype, recipe.amax_history_len, device)
+        self.forward = AmaxTracker(2 * (num_groups or 1), torch.float8_e4m3fn, recipe.amax_history_len, device)
+        self.backward = AmaxTracker(num_groups or 1, gradient_dtype, recipe.amax_history_len, device)
+        self._slots: dict[str, int | slice] = {"activation": 0, "weight": 1, "gradient": 0}
+        if num_groups is not None:
+            self._slots = {"activation": slice(0, None, 2), "weight": slice(1, None, 2), "gradient": slice(None)}
         self._replaying = False
 
     def scale(self, role: str) -> torch.Tensor:
         """FP32 scale [] of ``role`` (activation, weight or gradient), detached from later updates."""
-        return self._tracker(role).scale[self.SLOTS[role]].clone()
+        return self._tracker(role).scale[self._slots[role]].clone()
 
     def record(self, role: str, amax: torch.Tensor) -> None:
         """Raises the current step's entry for ``role`` to ``amax``. Does nothing in a replayed forward pass."""
         if not self._replaying or role == "gradient":
-            entry = self._tracker(role).amax_history[0, self.SLOTS[role]]
+            entry = self._tracker(role).amax_history[0, self._slots[role]]
             entry.copy_(torch.maximum(entry, amax))
 
     @contextmanager
     def replay_forward(self, scale: torch.Tensor) -> Iterator[None]:
-        """Runs a recomputed forward pass with the ``scale`` [2] that the first pass used, recording nothing.
+        """Runs a recomputed forward pass with the ``scale`` [2] or [2E] that the first pass used, recording nothing.
 
         Activation checkpointing needs this: the scales have moved on by the time of the backward pass.
         """
@@ -119,13 +125,15 @@ class AmaxReduction:
     The scales differ only if regions are opened per layer and a history entry of 1024 / layers steps ago still matters.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
-        """``group``: the amax reduction group; None: all ranks."""
-        self.group = group
+    def __init__(self) -> None:
         self._states: list[DelayedScalingState] = []
+        self._groups: list[dist.ProcessGroup | None] = []
 
-    def join(self, state: DelayedScalingState) -> Callable[[], None] | None:
+    def join(self, state: DelayedScalingState, group: dist.ProcessGroup | None = None) -> Callable[[], None] | None:
         """Adds a layer that runs in this region (again is harmless).
+
+        Args:
+            group: its amax reduction group; None: all ranks.
 
         Returns:
             What to call after the layer's backward pass: :meth:`finish_backward` for the first layer, whose backward
@@ -133,22 +141,26 @@ class AmaxReduction:
         """
         if all(state is not known for known in self._states):
             self._states.append(state)
+            self._groups.append(group)
         return self.finish_backward if state is self._states[0] else None
 
     def finish_forward(self) -> None:
-        """At the region's exit, if gradients are enabled. Collective over the group."""
+        """At the region's exit, if gradients are enabled. Collective over the groups."""
         self._update([(state.forward, state.recipe) for state in self._states])
 
     def finish_backward(self) -> None:
-        """After the backward pass of the region's first layer. Collective over the group."""
+        """After the backward pass of the region's first layer. Collective over the groups."""
         self._update([(state.backward, state.recipe) for state in self._states])
 
     @torch.no_grad()
     def _update(self, trackers: list[tuple[AmaxTracker, DelayedScaling]]) -> None:
-        reduced = [tracker for tracker, recipe in trackers if recipe.reduce_amax]
-        if reduced and dist.is_initialized() and dist.get_world_size(self.group) > 1:
+        by_group: dict[dist.ProcessGroup | None, list[AmaxTracker]] = defaultdict(list)
+        for (tracker, recipe), group in zip(trackers, self._groups, strict=True):
+            if recipe.reduce_amax and dist.is_initialized() and dist.get_world_size(group) > 1:
+                by_group[group].append(tracker)
+        for group, reduced in by_group.items():
             amaxes = torch.cat([tracker.amax_history[0] for tracker in reduced])
-            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=group)
             for tracker, amax in zip(reduced, amaxes.split([tracker.scale.numel() for tracker in reduced])):
                 tracker.amax_history[0] = amax
         for tracker, recipe in trackers:

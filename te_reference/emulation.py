@@ -1,6 +1,8 @@
 """Low-precision linear layers without the hardware: quantise, multiply in FP32, round.
 
-Legend: T tokens, D input features, O output features; [R, C] any matrix.
+Legend: T tokens, D input features, O output features; [R, C] any matrix; E groups (experts).
+
+This module quantises; emulated_linear.py multiplies.
 
 A linear layer is three matrix products, and each sums over another dim:
 
@@ -49,6 +51,12 @@ only.
 rounds a FP32 norm or SwiGLU output to that dtype; delayed scaling quantises it as it is. NVFP4's kernels take BF16,
 so its inputs are rounded to BF16 here too.
 
+**Groups.** A grouped linear layer is E linear layers: rows [R, C] sorted by group, weights [E, O, I]. "Tensor" in the
+tables above is then the rows of one group, or one group's weight: E scales, E amax histories, E NVFP4 amaxes, as TE's
+GroupedLinear has one quantiser per group for input, weight and gradient (pytorch/ops/basic/grouped_linear.py,
+module/grouped_linear.py). A block never holds rows of two groups: a group's rows are a multiple of the block's
+(``Multiples.group_rows``; padding rows are zeros, which change no amax), so all groups are quantised in one pass.
+
 The products use the stored values exactly: FP8 and E2M1 values times a power of two or an E4M3 scale fit BF16's 8
 bits, so on a GPU they are BF16 products that accumulate in FP32. On a CPU they are FP32 products.
 
@@ -56,8 +64,8 @@ Sources: TE 2.20.2 common/recipe/recipe_common.cuh, common/cast/*, pytorch/modul
 OCP Microscaling Formats v1.0; arXiv 2509.25149 (NVFP4).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -87,9 +95,29 @@ RHT_SIZE = 16
 RHT_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
+class Groups(NamedTuple):
+    """Which rows of [R, C] belong to which of E groups; they are sorted by group."""
+
+    ends_E: torch.Tensor
+    """int32: the row after the last one of each group."""
+    index_R: torch.Tensor
+    """int64: the group of each row."""
+
+    @classmethod
+    def of(cls, split_sizes_E: torch.Tensor, num_rows: int) -> "Groups":
+        """From the number of rows of each group, ``num_rows`` in all."""
+        groups_E = torch.arange(len(split_sizes_E), device=split_sizes_E.device)
+        index_R = groups_E.repeat_interleave(split_sizes_E, output_size=num_rows)
+        return cls(split_sizes_E.cumsum(0).to(torch.int32), index_R)
+
+
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A matrix [R, C] in a compute format, in its own orientation (TE stores some column-wise copies transposed)."""
+    """A matrix [R, C] in a compute format, in its own orientation (TE stores some column-wise copies transposed).
+
+    Or a stack of them [E, R, C]: then every shape below starts with E. Or one whose rows form E ``groups``: then what
+    is said to be [] is [E].
+    """
 
     data: torch.Tensor
     """[R, C], float8_e4m3fn or float8_e5m2. E2M1 values are held as E4M3, which contains them."""
@@ -102,6 +130,8 @@ class QuantizedTensor:
     """NVFP4: FP32 [] amax of the tensor (after the Hadamard transform, if any)."""
     fits_bf16: bool = True
     """Values times block scales are exact in BF16."""
+    groups: Groups | None = None
+    """None: the matrix is one tensor."""
 
     def payload(self) -> torch.Tensor:
         """The stored codes, uint8 [R, C]; for NVFP4 one code (0..15) per byte, see :func:`formats.pack_e2m1`."""
@@ -125,10 +155,10 @@ class QuantizedTensor:
     def dequantize(self) -> torch.Tensor:
         """FP32 [R, C], rounded as TE's dequantisation kernels round."""
         if self.block is None:
-            return self.data.float() * self.scale_inv
+            return self.data.float() * per_row(self.scale_inv, self.groups)
         scales = self.block_scales()
         if self.amax is not None:
-            scales = scales * self.amax * (1 / (E2M1_MAX * 448))
+            scales = scales * per_row(self.amax, self.groups, self.block[0]) * (1 / (E2M1_MAX * 448))
         return _times_blocks(self.data.float(), scales, self.block)
 
 
@@ -149,14 +179,16 @@ class Multiples(NamedTuple):
     """Its last dim."""
     tokens: int
     """What a batch is padded to: tokens are rows of x and dy, and the summed dim of the weight gradient."""
+    group_rows: int
+    """What the rows of every group are padded to: TE's ``get_align_size_for_quantization``, and whole blocks of 128."""
 
 
 RECIPE_MULTIPLES = {
-    "DelayedScaling": Multiples(8, 16, 16),
-    "Float8CurrentScaling": Multiples(8, 16, 16),
-    "Float8BlockScaling": Multiples(8, 16, 16),
-    "MXFP8BlockScaling": Multiples(32, 32, 32),
-    "NVFP4BlockScaling": Multiples(16, 16, 32),
+    "DelayedScaling": Multiples(8, 16, 16, 16),
+    "Float8CurrentScaling": Multiples(8, 16, 16, 16),
+    "Float8BlockScaling": Multiples(8, 16, 16, 128),
+    "MXFP8BlockScaling": Multiples(32, 32, 32, 32),
+    "NVFP4BlockScaling": Multiples(16, 16, 32, 128),
 }
 
 
@@ -186,11 +218,12 @@ def quantize(
     state: DelayedScalingState | None = None,
     generator: torch.Generator | None = None,
     amax_reduction_group: dist.ProcessGroup | None = None,
+    groups: Groups | None = None,
 ) -> Operands:
     """Quantises a matrix for the matrix products of a linear layer.
 
     Args:
-        x_RC: high-precision matrix; any float dtype.
+        x_RC: high-precision matrix, or a stack [E, R, C] of them, each quantised by itself; any float dtype.
         recipe: which arithmetic.
         role: activation (x), weight (w) or gradient (dy).
         rowwise: make the copy with blocks along the last dim.
@@ -199,18 +232,19 @@ def quantize(
         generator: random bits of stochastic rounding, on ``x_RC``'s device; None: the device's default generator.
         amax_reduction_group: Float8CurrentScaling: ranks that hold the other shards of the matrix; the scale comes from
             the amax of them all. None: the matrix is whole.
+        groups: the rows' groups, each quantised by itself and a multiple of ``group_rows`` long; None: one tensor.
 
     Raises:
         ValueError: unknown role, wrong alignment, or no state for DelayedScaling.
     """
     if role not in ROLES:
         raise ValueError(f"role={role!r} must be one of {', '.join(ROLES)}.")
-    check_alignment(role, tuple(x_RC.shape), recipe)
+    check_alignment(role, tuple(x_RC.shape[-2:]), recipe)
     x_RC = x_RC.contiguous()
 
     if recipe.float8_per_tensor_scaling():
         dtype = E5M2 if role == "gradient" and recipe.fp8_format is Format.HYBRID else E4M3
-        x_RC, amax = x_RC.float(), block_amax(x_RC, None)
+        x_RC, amax = x_RC.float(), tensor_amax(x_RC, groups)
         if recipe.float8_current_scaling():
             if amax_reduction_group is not None:
                 dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=amax_reduction_group)
@@ -222,7 +256,8 @@ def quantize(
         else:
             scale = state.scale(role)
             state.record(role, amax)
-        quantized = QuantizedTensor(cast_to_float8(x_RC * scale, dtype), scale.reciprocal())
+        data = cast_to_float8(x_RC * per_row(scale, groups), dtype)
+        quantized = QuantizedTensor(data, scale.reciprocal(), groups=groups)
         return Operands(quantized, quantized)
 
     if recipe.nvfp4():
@@ -235,11 +270,11 @@ def quantize(
         def quantize_blocks(x: torch.Tensor, block: tuple[int, int]) -> QuantizedTensor:
             columns_transformed = transform and block == (16, 1)
             x = random_hadamard_transform(x) if columns_transformed else x
-            return _quantize_e2m1_blocks(x, block, stochastic, generator)
+            return _quantize_e2m1_blocks(x, block, stochastic, generator, groups)
 
         size = 16
     elif recipe.mxfp8():
-        quantize_blocks, size = _quantize_mx_blocks, 32
+        quantize_blocks, size = partial(_quantize_mx_blocks, groups=groups), 32
         square = role == "weight" and recipe.enable_2d_quantization
     else:
         dims = {
@@ -249,7 +284,7 @@ def quantize(
         }
 
         def quantize_blocks(x: torch.Tensor, block: tuple[int, int]) -> QuantizedTensor:
-            return _quantize_float8_blocks(x, block, power_of_two=not recipe.use_f32_scales)
+            return _quantize_float8_blocks(x, block, not recipe.use_f32_scales, groups)
 
         size, square = 128, dims[role] == 2
 
@@ -266,8 +301,23 @@ def block_amax(x_RC: torch.Tensor, block: tuple[int, int] | None) -> torch.Tenso
     """FP32 largest magnitude per block [ceil(R/rows), ceil(C/columns)], or [] for ``block=None``. NaNs do not count."""
     magnitudes = x_RC.float().abs().nan_to_num_(nan=0.0, posinf=torch.inf)
     if block is None:
-        return magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(())
-    return _split_blocks(magnitudes, block).amax(dim=(1, 3))
+        return magnitudes.amax(dim=(-2, -1)) if magnitudes.numel() else magnitudes.new_zeros(x_RC.shape[:-2])
+    return _split_blocks(magnitudes, block).amax(dim=(-3, -1))
+
+
+def tensor_amax(x_RC: torch.Tensor, groups: Groups | None) -> torch.Tensor:
+    """FP32 largest magnitude [] of a matrix, [E] of a stack or of the rows of every group: 0 where there are none."""
+    if groups is None:
+        return block_amax(x_RC, None)
+    row_amax_R = block_amax(x_RC, (1, x_RC.shape[1])).squeeze(1)
+    return row_amax_R.new_zeros(len(groups.ends_E)).scatter_reduce_(0, groups.index_R, row_amax_R, "amax")
+
+
+def per_row(scales: torch.Tensor, groups: Groups | None, block_rows: int = 1) -> torch.Tensor:
+    """Scales of whole tensors ([] or [E]) so that they multiply a matrix or a stack, or a value per row of blocks."""
+    if groups is None:
+        return scales[..., None, None]
+    return scales[groups.index_R[::block_rows]].unsqueeze(1)
 
 
 def random_hadamard_transform(x_TC: torch.Tensor) -> torch.Tensor:
@@ -284,164 +334,50 @@ def random_hadamard_transform(x_TC: torch.Tensor) -> torch.Tensor:
 
 
 def _split_blocks(x_RC: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """[R/rows, rows, C/columns, columns]; partial last blocks are filled with zeros."""
-    (R, C), (rows, columns) = x_RC.shape, block
+    """[..., R/rows, rows, C/columns, columns]; partial last blocks are filled with zeros."""
+    (*stack, R, C), (rows, columns) = x_RC.shape, block
     if R % rows or C % columns:
         x_RC = F.pad(x_RC, (0, -C % columns, 0, -R % rows))
-    return x_RC.view(-(-R // rows), rows, -(-C // columns), columns)
+    return x_RC.view(*stack, -(-R // rows), rows, -(-C // columns), columns)
 
 
 def _times_blocks(x_RC: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """Multiplies every block of ``x_RC`` by its entry of ``scales`` (same dtype). A new tensor."""
-    product = _split_blocks(x_RC, block) * scales[:, None, :, None]
-    R, C = x_RC.shape
-    product_RC = product.view(product.shape[0] * product.shape[1], product.shape[2] * product.shape[3])
-    return product_RC[:R, :C].contiguous()
+    product = _split_blocks(x_RC, block) * scales[..., :, None, :, None]
+    R, C = x_RC.shape[-2:]
+    return product.flatten(-4, -3).flatten(-2)[..., :R, :C].contiguous()
 
 
-def _quantize_float8_blocks(x_RC: torch.Tensor, block: tuple[int, int], power_of_two: bool) -> QuantizedTensor:
+def _quantize_float8_blocks(
+    x_RC: torch.Tensor, block: tuple[int, int], power_of_two: bool, groups: Groups | None
+) -> QuantizedTensor:
     # Where the quotient overflows FP32, TE's block kernels use the largest value of the input's dtype.
     scale = float8_scale(block_amax(x_RC, block), E4M3, power_of_two, torch.finfo(x_RC.dtype).max)
     data = cast_to_float8(_times_blocks(x_RC.float(), scale, block), E4M3)
-    return QuantizedTensor(data, scale.reciprocal(), block, fits_bf16=power_of_two)
+    return QuantizedTensor(data, scale.reciprocal(), block, fits_bf16=power_of_two, groups=groups)
 
 
-def _quantize_mx_blocks(x_RC: torch.Tensor, block: tuple[int, int]) -> QuantizedTensor:
+def _quantize_mx_blocks(x_RC: torch.Tensor, block: tuple[int, int], groups: Groups | None) -> QuantizedTensor:
     codes = e8m0_codes(block_amax(x_RC, block) * (1 / 448))
     data = cast_to_float8(_times_blocks(x_RC.float(), e8m0_values(254 - codes), block), E4M3)
-    return QuantizedTensor(data, codes, block)
+    return QuantizedTensor(data, codes, block, groups=groups)
 
 
 def _quantize_e2m1_blocks(
-    x_RC: torch.Tensor, block: tuple[int, int], stochastic: bool, generator: torch.Generator | None
+    x_RC: torch.Tensor,
+    block: tuple[int, int],
+    stochastic: bool,
+    generator: torch.Generator | None,
+    groups: Groups | None,
 ) -> QuantizedTensor:
-    amax = block_amax(x_RC, None)
+    amax = tensor_amax(x_RC, groups)
     encode_scale = (torch.full_like(amax, 448 * E2M1_MAX) / amax).clamp(max=FP32_MAX)
     # 1 for a tensor of zeros, and for an infinite amax (quotient 0).
     encode_scale = torch.where((amax == 0) | (encode_scale == 0), 1.0, encode_scale)
+    encode_scale = per_row(encode_scale, groups, block[0])
     block_scales = cast_to_float8(block_amax(x_RC, block) * (encode_scale * (1 / E2M1_MAX)), E4M3)
     # A block scale that underflows to 0 gives the largest factor: its values are then arbitrary but dequantise to 0.
     factors = (block_scales.float() * encode_scale.reciprocal()).reciprocal().clamp(max=FP32_MAX)
     scaled = _times_blocks(x_RC, factors, block)
     values = stochastically_round_to_e2m1(scaled, generator) if stochastic else round_to_e2m1(scaled)
-    return QuantizedTensor(values.to(E4M3), block_scales, block, amax)
-
-
-def quantized_matmul(a: QuantizedTensor, b: QuantizedTensor, transpose_a: bool, transpose_b: bool) -> torch.Tensor:
-    """FP32 product of two quantised matrices, either transposed first."""
-    in_bf16 = a.data.is_cuda and a.fits_bf16 and b.fits_bf16
-    a_values, b_values = (q.scaled_values(torch.bfloat16 if in_bf16 else torch.float32) for q in (a, b))
-    a_values = a_values.T if transpose_a else a_values
-    b_values = b_values.T if transpose_b else b_values
-    if in_bf16:
-        product = torch.mm(a_values, b_values, out_dtype=torch.float32)
-    else:
-        product = a_values @ b_values
-    for scale in (a.tensor_scale(), b.tensor_scale()):
-        if scale is not None:
-            product *= scale
-    return product
-
-
-Observer = Callable[[str, torch.Tensor, Operands], None]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What one call of :func:`emulated_linear` is asked for, besides its differentiable tensors."""
-
-    recipe: Recipe
-    state: DelayedScalingState | None
-    activation_dtype: torch.dtype
-    quantized_weight: Operands | None
-    generator: torch.Generator | None
-    observer: Observer | None
-    after_backward: Callable[[], None] | None
-    grad_enabled: bool
-
-    def quantize(self, x_RC: torch.Tensor, role: str, rowwise: bool, columnwise: bool) -> Operands:
-        if role == "weight" and self.quantized_weight is not None:
-            return self.quantized_weight
-        if not self.recipe.delayed():
-            x_RC = x_RC.to(self.activation_dtype)
-        operands = quantize(
-            x_RC, self.recipe, role, rowwise=rowwise, columnwise=columnwise, state=self.state, generator=self.generator
-        )
-        if self.observer is not None:
-            self.observer(role, x_RC, operands)
-        return operands
-
-
-class _EmulatedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TD: torch.Tensor, weight_OD: torch.Tensor, call: _Call) -> torch.Tensor:
-        needs_dx, needs_dw = (needed and call.grad_enabled for needed in ctx.needs_input_grad[:2])
-        x = call.quantize(x_TD, "activation", rowwise=True, columnwise=needs_dw)
-        w = call.quantize(weight_OD, "weight", rowwise=True, columnwise=needs_dx)
-        ctx.call, ctx.dtypes, ctx.saved = call, (x_TD.dtype, weight_OD.dtype), []
-        tensors: list[torch.Tensor | None] = []
-        for quantized in (x.columnwise if needs_dw else None, w.columnwise if needs_dx else None):
-            ctx.saved.append(quantized and (quantized.block, quantized.fits_bf16))
-            tensors += [quantized.data, quantized.scale_inv, quantized.amax] if quantized else [None, None, None]
-        ctx.save_for_backward(*tensors)
-        return quantized_matmul(x.rowwise, w.rowwise, False, True).to(call.activation_dtype)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy_TO: torch.Tensor):
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        tensors = ctx.saved_tensors
-        x, w = (
-            saved and QuantizedTensor(data, scale_inv, saved[0], amax, saved[1])
-            for saved, (data, scale_inv, amax) in zip(ctx.saved, (tensors[:3], tensors[3:]))
-        )
-        dy = ctx.call.quantize(dy_TO, "gradient", rowwise=needs_dx, columnwise=needs_dw)
-        dx_TD = dw_OD = None
-        if needs_dx:
-            dx_TD = quantized_matmul(dy.rowwise, w, False, False).to(ctx.call.activation_dtype).to(ctx.dtypes[0])
-        if needs_dw:
-            dw_OD = quantized_matmul(dy.columnwise, x, True, False).to(ctx.call.activation_dtype).to(ctx.dtypes[1])
-        if ctx.call.after_backward is not None:
-            ctx.call.after_backward()
-        return dx_TD, dw_OD, None
-
-
-def emulated_linear(
-    x: torch.Tensor,
-    weight_OD: torch.Tensor,
-    recipe: Recipe,
-    state: DelayedScalingState | None = None,
-    *,
-    activation_dtype: torch.dtype | None = None,
-    quantized_weight: Operands | None = None,
-    generator: torch.Generator | None = None,
-    observer: Observer | None = None,
-    after_backward: Callable[[], None] | None = None,
-) -> torch.Tensor:
-    """y = x @ weight.T in low precision, differentiable in both.
-
-    Args:
-        x: [..., D]. A norm or SwiGLU output may come in FP32 although the model runs in BF16: see ``activation_dtype``.
-        weight_OD: [O, D] weight; receives the gradient also when ``quantized_weight`` is given.
-        recipe: which arithmetic.
-        state: the layer's scales and amax histories; DelayedScaling only.
-        activation_dtype: dtype of y and of the gradients before they are cast to their tensors' dtypes; None: that of
-            ``x``. All recipes but DelayedScaling round ``x`` to it before they quantise.
-        quantized_weight: used in place of quantising ``weight_OD`` (parameters held in the compute format, or a weight
-            quantised once for several micro-batches).
-        generator: random bits of NVFP4's stochastic rounding, on ``x``'s device; None: the device's default generator.
-        observer: called with (role, high-precision matrix, its operands) after each quantisation, for statistics.
-        after_backward: called after this layer's backward pass (:meth:`AmaxReduction.join`).
-
-    Returns:
-        [..., O] in ``activation_dtype``.
-
-    Raises:
-        ValueError: sizes that the recipe cannot hold.
-    """
-    x_TD = x.reshape(torch.Size(x.shape[:-1]).numel(), x.shape[-1])
-    # Checked here, so that a gradient that cannot be quantised fails before the forward pass.
-    check_alignment("gradient", (x_TD.shape[0], weight_OD.shape[0]), recipe)
-    dtype = activation_dtype or x.dtype
-    call = _Call(recipe, state, dtype, quantized_weight, generator, observer, after_backward, torch.is_grad_enabled())
-    return _EmulatedLinear.apply(x_TD, weight_OD, call).view(*x.shape[:-1], weight_OD.shape[0])
+    return QuantizedTensor(values.to(E4M3), block_scales, block, amax, groups=groups)

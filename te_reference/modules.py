@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from te_reference.context import current_scope, current_weight_init
 from te_reference.delayed_scaling import AmaxTracker, DelayedScalingState
-from te_reference.emulation import Operands, emulated_linear, quantize
+from te_reference.emulated_linear import emulated_linear
+from te_reference.emulation import Operands, quantize
 from te_reference.quantized_weight import QuantizedWeight, quantize_parameter
 from te_reference.recipe import Recipe
 

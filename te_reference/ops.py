@@ -3,7 +3,9 @@
 Legend: R rows, sorted by group; E groups (experts); I input and O output features; F FFN width.
 
 Rows belong to groups in order: the first ``split_sizes[0]`` rows to group 0, and so on. One call of torch's grouped
-product covers all groups, forward and backward; there is no Python loop over them.
+product covers all groups, forward and backward; there is no Python loop over them. In low precision (autocast) both
+linear layers take activations and gradients that were rounded to the model's dtype: unlike TE's LayerNormMLP, these
+operations hand nothing over in FP32.
 Sources: transformer_engine/pytorch/ops/basic/{grouped_linear,swiglu}.py, ops/sequential.py.
 """
 
@@ -13,22 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from te_reference.context import current_scope, current_weight_init
+from te_reference.delayed_scaling import AmaxTracker, DelayedScalingState
+from te_reference.emulated_linear import emulated_grouped_linear, packed
 from te_reference.modules import _require
-
-
-def packed(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """[E, *shape] of E tensors of one shape: without a copy if they lie one after the other in one storage.
-
-    No gradient flows through it.
-    """
-    first = tensors[0].detach()
-    count, stride = len(tensors), first.nbytes
-    start = first.data_ptr()
-    adjacent = all(t.data_ptr() == start + i * stride and t.is_contiguous() for i, t in enumerate(tensors))
-    storage = first.untyped_storage()  # neighbours by chance, in storages of their own, are copied
-    if not adjacent or storage.data_ptr() + storage.nbytes() < start + count * stride:
-        return torch.stack([tensor.detach() for tensor in tensors])
-    return first.as_strided((count, *first.shape), (first.numel(), *first.stride()))
+from te_reference.quantized_weight import QuantizedWeight, WeightQuantizer, packed_operands
+from te_reference.recipe import Recipe
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -54,7 +46,8 @@ class _GroupedProduct(torch.autograd.Function):
 class GroupedLinear(nn.Module):
     """One linear layer per group; parameters ``weight0`` .. ``weight{E-1}`` [O, I], views of one buffer.
 
-    ``device="meta"`` defers the initialisation, as in TE.
+    ``device="meta"`` defers the initialisation, as in TE. Built under ``quantized_model_init``, it holds its weights in
+    the compute format.
     """
 
     num_extra_inputs = 1
@@ -78,22 +71,59 @@ class GroupedLinear(nn.Module):
             f"in_features={in_features} and out_features={out_features} must be multiples of {align} in {dtype}.",
         )
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        weight_EOI = torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype)
+        self._weight_init = current_weight_init()
+        self.scaling_state: DelayedScalingState | None = None
+        """Made on first use."""
+        self._fp8_metas: dict[str, dict[str, AmaxTracker]] | None = None
+        """Delayed scaling, under TE's names: scales and amax histories, input and weight of each group in turn."""
+        self._register(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
+        if self.weight0.device.type != "meta":
+            self.reset_parameters()
+
+    def _register(self, weight_EOI: torch.Tensor) -> None:
         for index, weight_OI in enumerate(weight_EOI.unbind(0)):
             self.register_parameter(f"weight{index}", nn.Parameter(weight_OI))
-        if weight_EOI.device.type != "meta":
-            self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(I), TE's default."""
         for parameter in self.parameters():
             nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+        if self._weight_init is not None:
+            recipe = self._weight_init.recipe
+            self.reset_recipe_state(recipe=recipe)
+            self._register(
+                QuantizedWeight.of(packed(list(self.parameters())), WeightQuantizer(recipe, self.scaling_state))
+            )
+
+    def reset_recipe_state(self, *, recipe: Recipe) -> None:
+        """Makes the state of delayed scaling, if the recipe has any and it is not there yet: it may be loaded then."""
+        if recipe.delayed() and self.scaling_state is None:
+            self.scaling_state = DelayedScalingState(recipe, self.weight0.device, self.num_groups)
+            self._fp8_metas = {
+                "forward": {"scaling_fwd": self.scaling_state.forward},
+                "backward": {"scaling_bwd": self.scaling_state.backward},
+            }
 
     def forward(self, x_RI: torch.Tensor, split_sizes: torch.Tensor) -> torch.Tensor:
         """[R, I] -> [R, O]; ``split_sizes`` int [E], rows of each group, R in all."""
         weights = [getattr(self, f"weight{index}") for index in range(self.num_groups)]
-        return _GroupedProduct.apply(x_RI, split_sizes.cumsum(0).to(torch.int32), *weights)
+        held = packed_operands(weights) if isinstance(weights[0], QuantizedWeight) else None
+        scope = current_scope()
+        if scope.recipe is None:
+            _require(held is None, "GroupedLinear: quantised weights outside of autocast.")
+            return _GroupedProduct.apply(x_RI, split_sizes.cumsum(0).to(torch.int32), *weights)
+        self.reset_recipe_state(recipe=scope.recipe)
+        state = self.scaling_state if scope.recipe.delayed() else None
+        return emulated_grouped_linear(
+            x_RI,
+            split_sizes,
+            weights,
+            scope.recipe,
+            state,
+            quantized_weight=held,
+            after_backward=scope.join(state) if state is not None else None,
+        )
 
 
 class _ScaledSwiGLU(torch.autograd.Function):

@@ -9,6 +9,10 @@ FSDP2 gathers the payload, not the values: a quarter to half of the bytes. Shard
 the whole does: O / shards is a multiple of the block's rows, and a scale of the whole tensor comes from an amax that is
 max-reduced over the shards.
 
+A stack [E, O, I] holds E weights of a grouped linear layer, each quantised by itself. FSDP2 cuts it along O, too, and
+gathers every tensor of a parameter as it does the parameter: payloads have its shape, but block scales have not, so
+these, a small part of the bytes, are gathered here.
+
 Sources: transformer_engine/pytorch/quantized_tensor.py, tensor/*_tensor.py, module/base.py (``reset_parameters``).
 """
 
@@ -18,10 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 from te_reference.delayed_scaling import DelayedScalingState
+from te_reference.emulated_linear import packed
 from te_reference.emulation import Operands, QuantizedTensor, quantize
 from te_reference.recipe import Recipe
 
@@ -81,6 +86,15 @@ class QuantizedWeight(torch.Tensor):
                 old.copy_(value)
         return self
 
+    def unbind(self, dim: int = 0) -> list["QuantizedWeight"]:
+        """The weights of a stack, sharing its memory."""
+        assert dim == 0 and self.ndim == 3, "only a stack [E, O, I], along its first dim"
+        rowwise, columnwise = _unbind(self.operands.rowwise), _unbind(self.operands.columnwise)
+        if self.operands.rowwise is self.operands.columnwise:
+            columnwise = rowwise
+        weights = map(Operands, rowwise, columnwise)
+        return [QuantizedWeight(operands, self.quantizer, self.shape[1:], self.dtype) for operands in weights]
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """The payload's. FSDP2 compares storages to see whether a parameter was replaced; a wrapper has none."""
         return self.operands.rowwise.data.untyped_storage()
@@ -115,12 +129,14 @@ class QuantizedWeight(torch.Tensor):
         return result
 
     def fsdp_pre_all_gather(self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any):
-        """FSDP2's hook: (tensors to gather along their first dim, what the ranks share already)."""
+        """FSDP2's hook: (tensors to gather along the sharded dim, what the ranks share already)."""
         shards = _distinct(self.operands)
         gathered = []
-        for shard in shards:
+        for index, shard in enumerate(shards):
             gathered.append(shard.data.view(torch.uint8))
-            if shard.block is not None:  # one scale for the whole tensor is the same on every rank
+            if shard.block is not None and self.ndim == 3:
+                shards[index] = replace(shard, scale_inv=_gather_rows(shard.scale_inv, mesh.get_group()))
+            elif shard.block is not None:  # one scale for the whole tensor is the same on every rank
                 gathered.append(shard.scale_inv.view(torch.uint8))
         return tuple(gathered), shards
 
@@ -130,8 +146,11 @@ class QuantizedWeight(torch.Tensor):
         """FSDP2's hook: the whole weight, a view of what was gathered."""
         whole, outputs = [], list(all_gather_outputs)
         for shard in metadata:
-            data = outputs.pop(0).view(shard.data.dtype)
-            scale_inv = shard.scale_inv if shard.block is None else outputs.pop(0).view(shard.scale_inv.dtype)
+            # FSDP shows what it gathered in the shape of a cut along the first dim.
+            data = outputs.pop(0).view(shard.data.dtype).view(*shard.data.shape[:-2], -1, shard.data.shape[-1])
+            scale_inv = shard.scale_inv
+            if shard.block is not None and self.ndim == 2:
+                scale_inv = outputs.pop(0).view(scale_inv.dtype)
             whole.append(replace(shard, data=data, scale_inv=scale_inv))
         operands = Operands(whole[0], whole[-1])
         if out is not None:
@@ -146,9 +165,8 @@ def quantize_parameter(
     """The parameter (plain, or FSDP2's DTensor), quantised; with ``preserve``, its value is kept on the CPU, too."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        group = mesh.get_group("shard") if mesh.ndim > 1 else mesh.get_group()
         local = parameter.to_local().detach()
-        quantized = QuantizedWeight.of(local, WeightQuantizer(recipe, state, group))
+        quantized = QuantizedWeight.of(local, WeightQuantizer(recipe, state, _shard_group(parameter)))
         result = torch.nn.Parameter(
             DTensor.from_local(
                 quantized, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
@@ -161,6 +179,41 @@ def quantize_parameter(
     if preserve:
         holder._high_precision_init_val = local.cpu().clone()
     return result
+
+
+def _shard_group(parameter: DTensor) -> dist.ProcessGroup | None:
+    """The ranks that hold the other shards of a weight, or of the weights of this rank's part of a stack."""
+    rows = parameter.ndim - 2
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard) and placement.dim == rows:
+            return parameter.device_mesh.get_group(axis)
+    return None
+
+
+def _gather_rows(scale_inv: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Block scales [E, rows, columns] of all shards, one below the other."""
+    shards = [torch.empty_like(scale_inv) for _ in range(dist.get_world_size(group))]
+    dist.all_gather([shard.view(torch.uint8) for shard in shards], scale_inv.view(torch.uint8), group=group)
+    return torch.cat([shard.view(torch.uint8) for shard in shards], dim=1).view(scale_inv.dtype)
+
+
+def _unbind(stack: QuantizedTensor) -> list[QuantizedTensor]:
+    amaxes = [None] * len(stack.data) if stack.amax is None else stack.amax.unbind(0)
+    parts = zip(stack.data.unbind(0), stack.scale_inv.unbind(0), amaxes)
+    return [replace(stack, data=data, scale_inv=scale_inv, amax=amax) for data, scale_inv, amax in parts]
+
+
+def packed_operands(weights: list[QuantizedWeight]) -> Operands:
+    """Operands of the stack of ``weights``; without a copy if :meth:`QuantizedWeight.unbind` made them of one."""
+
+    def pack(quantized: list[QuantizedTensor]) -> QuantizedTensor:
+        amax = None if quantized[0].amax is None else packed([q.amax for q in quantized])
+        data, scale_inv = packed([q.data for q in quantized]), packed([q.scale_inv for q in quantized])
+        return replace(quantized[0], data=data, scale_inv=scale_inv, amax=amax)
+
+    rowwise = pack([weight.operands.rowwise for weight in weights])
+    same = weights[0].operands.rowwise is weights[0].operands.columnwise
+    return Operands(rowwise, rowwise if same else pack([weight.operands.columnwise for weight in weights]))
 
 
 def _plain(value: Any) -> Any:

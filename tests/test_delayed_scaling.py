@@ -7,7 +7,7 @@ import torch
 from dist_utils import run_on_ranks
 from exact_formats import INF
 from te_reference.delayed_scaling import AmaxReduction, DelayedScalingState
-from te_reference.emulation import emulated_linear
+from te_reference.emulated_linear import emulated_linear
 from te_reference.recipe import DelayedScaling
 
 

@@ -23,7 +23,8 @@ from exact_formats import (
     nearest_code,
 )
 from te_reference.delayed_scaling import AmaxReduction, DelayedScalingState
-from te_reference.emulation import RHT_SIGNS, check_alignment, emulated_linear, quantize, random_hadamard_transform
+from te_reference.emulated_linear import emulated_linear
+from te_reference.emulation import RHT_SIGNS, check_alignment, quantize, random_hadamard_transform
 from te_reference.recipe import (
     RECIPES,
     DelayedScaling,

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from te_reference.delayed_scaling import DelayedScalingState
-from te_reference.emulation import emulated_linear, quantize
+from te_reference.emulated_linear import emulated_linear
+from te_reference.emulation import quantize
 from te_reference.quant_stats import STAT_PREFIXES, measure
 from te_reference.recipe import RECIPES, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling
 

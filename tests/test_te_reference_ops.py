@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import te_reference as te
-from te_reference.ops import packed
+from te_reference.emulated_linear import packed
 
 
 T, E, A, D, FFN = 37, 5, 2, 16, 32
