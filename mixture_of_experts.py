@@ -196,8 +196,8 @@ class Experts(nn.Module):
         self._te, self._precision, self._index = te, precision, index
         self._width, self._ffn = D, F_
         self._mesh: DeviceMesh | None = None
-        # Not a submodule: its parameters are views and not the model's.
-        self._operations: nn.Module | None = None
+        # In a tuple, and so no submodule: its parameters are views and not the model's.
+        self._operations: tuple[nn.Module, ...] = ()
         if self.primary_weights_in_fp8 and not self.fc1_weight.is_meta:
             self.reset_parameters()
 
@@ -206,7 +206,9 @@ class Experts(nn.Module):
         self._mesh = mesh
 
     def reset_parameters(self) -> None:
-        """Quantised init: turns the parameters, once they have memory, into the compute format."""
+        """Quantised init: turns the parameters, once they have memory, into the compute format; zeros."""
+        for weight in (self.fc1_weight, self.fc2_weight):
+            weight.detach().zero_()  # delayed scaling records what it quantises: nothing yet
         fc1, _, fc2 = self.bind(*self._local_weights())[0]
         order = (_interleave, _deinterleave) if self.fused else (None, None)
         hold = (self._te, self.recipe, self._precision.preserve_high_precision_init_val)
@@ -286,7 +288,7 @@ class Experts(nn.Module):
     @torch.no_grad()
     def bind(self, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor) -> tuple[nn.Module, tuple[nn.Parameter, ...]]:
         """The grouped operations and their parameters, views of the weights [e, 2F, D] and [e, D, F]."""
-        if self._operations is None:
+        if not self._operations:
             e = len(fc1_weight)
             # On the meta device: their parameters are replaced before anything is computed.
             factory = {"bias": False, "device": "meta", "dtype": fc1_weight.dtype}
@@ -294,11 +296,12 @@ class Experts(nn.Module):
                 fc1 = self._te.ops.GroupedLinear(e, self._width, 2 * self._ffn, **factory)
                 fc2 = self._te.ops.GroupedLinear(e, self._ffn, self._width, **factory)
             activation = self._te.ops.ScaledSwiGLU(glu_interleave_size=FUSED_MLP_INTERLEAVE if self.fused else None)
-            self._operations = self._te.ops.Sequential(fc1, activation, fc2)
-        fc1, _, fc2 = self._operations
+            self._operations = (self._te.ops.Sequential(fc1, activation, fc2),)
+        operations = self._operations[0]
+        fc1, _, fc2 = operations
         _bind(fc1, _interleave(fc1_weight) if self.fused and not is_quantized(fc1_weight) else fc1_weight)
         _bind(fc2, fc2_weight)
-        return self._operations, tuple(self._operations.parameters())
+        return operations, tuple(operations.parameters())
 
     def unbind_gradients(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients of the operations' parameters -> those of ``fc1_weight`` and ``fc2_weight``."""

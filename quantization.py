@@ -121,11 +121,16 @@ def plan_precision(
         for recipe in recipes.values():
             name = type(recipe).__name__
             problems += quantized_init_problems(model_config, name, num_shards, num_expert_shards)
+        if num_shards > 1 and not config.use_meta_device:
+            problems.append(
+                "quantised init with use_meta_device=false: FSDP2 cuts weights that have values already in high "
+                "precision, and they would stay there. Set use_meta_device=true, or turn quantised init off."
+            )
         if (num_expert_shards or 1) > 1 and not te_backend.is_reference(te):
             problems.append(
-                f"quantised init with experts cut over {num_expert_shards} ranks: TransformerEngine 2.20 gathers weights "
-                "that are cut along their first dim only, and stacked experts are not. Set parallelism.dp_size=1, turn "
-                "quantised init off, or use te_backend=reference."
+                f"quantised init with experts cut over {num_expert_shards} ranks: TransformerEngine 2.20 gathers "
+                "quantised weights along their first dim only, and each expert is cut along its rows. Set "
+                "parallelism.dp_size=1, turn quantised init off, or use te_backend=reference."
             )
     if problems:
         raise ConfigError(problems)

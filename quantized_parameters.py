@@ -8,8 +8,8 @@ quantising. So a checkpoint keeps the master only, and reads into any layout and
 themselves do not allow (blocks do not cut everywhere).
 
 Delayed scaling is the only recipe with state: per linear layer scales and amax histories of input, weight and output
-gradient, the same on all ranks once reduced; experts have theirs where they are. TE's modules pickle them into ``_extra_state``, whose size varies; here
-the tensors themselves are saved.
+gradient, the same on all ranks once reduced; an expert's are where the expert is. TE's modules pickle them into
+``_extra_state``, whose size varies; here the tensors themselves are saved.
 """
 
 from collections.abc import Iterable, Iterator

@@ -8,12 +8,14 @@ from checkpoint import Checkpointer
 from config import AdamWConfig, CheckpointConfig, DatasetConfig, SchedulerConfig, TrainConfig
 from config_low_precision import FP4_RECIPES, FP4Config, FP8Config, QuantizedModelInitConfig
 from distributed import DistributedContext, all_reduce_sum
-from modeling_llama_te import NVLlamaConfig
+from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
+from modeling_mixtral_te import NVMixtralConfig, NVMixtralForCausalLM
 from optimizer import build_optimizer, clip_and_step
 from quantization import plan_precision
 from scheduler import build_scheduler
 from train_ddp import replicate
 from train_fsdp2 import shard
+from train_fsdp2_ep import shard as shard_mixtral
 from training import build_model
 from weight_init import initialize_weights
 
@@ -28,6 +30,7 @@ SHAPE = {
     "head_dim": 16,
     "initializer_range": 0.1,
 }
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
 TOKENS = 32
 
 
@@ -65,7 +68,7 @@ def make_config(
 
 
 class Run:
-    """What a train script holds, with ``layout`` plain, ddp or fsdp2."""
+    """What a train script holds, with ``layout`` plain, ddp, fsdp2, or ep: a Mixtral over ``config.parallelism``."""
 
     def __init__(self, config: TrainConfig, layout: str = "plain", shape: dict = SHAPE, device: str = "cpu"):
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -73,13 +76,19 @@ class Run:
         self.config, self.world_size = config, world_size
         ctx = DistributedContext(self.rank, self.rank, world_size, torch.device(device))
         self.device = device
-        model_config = NVLlamaConfig(
-            **shape, te_backend=config.te_backend, activation_checkpointing=config.activation_checkpointing
-        )
-        self.precision = plan_precision(config, model_config, ctx.device, world_size if layout == "fsdp2" else 1)
-        self.model = build_model(config, model_config, ctx.device, precision=self.precision)
+        fields = {"te_backend": config.te_backend, "activation_checkpointing": config.activation_checkpointing}
+        if layout == "ep":
+            model_class, model_config = NVMixtralForCausalLM, NVMixtralConfig(**EXPERTS | shape | fields)
+            shards, expert_shards = world_size, config.parallelism.sizes(world_size)[0]
+        else:
+            model_class, model_config = NVLlamaForCausalLM, NVLlamaConfig(**shape | fields)
+            shards, expert_shards = world_size if layout == "fsdp2" else 1, None
+        self.precision = plan_precision(config, model_config, ctx.device, shards, expert_shards)
+        self.model = build_model(config, model_config, ctx.device, model_class, self.precision)
         if layout == "fsdp2":
             shard(self.model, config, ctx)
+        elif layout == "ep":
+            shard_mixtral(self.model, config, ctx)
         initialize_weights(self.model, ctx.device, 3, config.init_from_pretrained)
         if layout == "ddp":
             self.model = replicate(self.model, ctx)
@@ -102,7 +111,8 @@ class Run:
         losses = []
         for step in range(first, last + 1):
             loss = self.model(**self.batch(step, self.rank), num_items_in_batch=TOKENS * self.world_size).loss
-            (loss * (self.world_size if self.layout != "plain" else 1)).backward()
+            averaged = self.layout in ("ddp", "fsdp2")  # gradients: over the ranks
+            (loss * (self.world_size if averaged else 1)).backward()
             clip_and_step(self.optimizer, self.parameters, self.config.max_grad_norm)
             self.scheduler.step()
             self.optimizer.zero_grad()
