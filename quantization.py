@@ -109,8 +109,6 @@ def plan_precision(
                 problems.append(f"{prefix}_config: {error}")
                 continue
             problems += size_problems(model_config, name)
-            if num_expert_shards is not None and not te_backend.is_reference(te):
-                problems += te_expert_problems(name)
             if getattr(recipes[prefix], "fp8_dpa", False):
                 problems += fp8_attention_problems(
                     config.use_sequence_packing, torch.cuda.get_device_capability(device)
@@ -126,12 +124,9 @@ def plan_precision(
                 "quantised init with use_meta_device=false: FSDP2 cuts weights that have values already in high "
                 "precision, and they would stay there. Set use_meta_device=true, or turn quantised init off."
             )
-        if (num_expert_shards or 1) > 1 and not te_backend.is_reference(te):
-            problems.append(
-                f"quantised init with experts cut over {num_expert_shards} ranks: TransformerEngine 2.20 gathers "
-                "quantised weights along their first dim only, and each expert is cut along its rows. Set "
-                "parallelism.dp_size=1, turn quantised init off, or use te_backend=reference."
-            )
+    if num_expert_shards is not None and not te_backend.is_reference(te):
+        names = {type(recipe).__name__ for recipe in recipes.values()}
+        problems += te_expert_problems(names, num_expert_shards, asked)
     if problems:
         raise ConfigError(problems)
     per_layer = tuple(recipes.get(name) for name in formats)
@@ -225,14 +220,22 @@ def size_problems(model_config: PreTrainedConfig, name: str) -> list[str]:
     ]
 
 
-def te_expert_problems(name: str) -> list[str]:
-    """Why TransformerEngine's grouped products cannot run a recipe."""
-    if name == "Float8BlockScaling":
-        return [
+def te_expert_problems(names: set[str], num_expert_shards: int, quantized_init: bool) -> list[str]:
+    """Why TransformerEngine's grouped products cannot run these recipes, each expert cut over ``num_expert_shards``
+    ranks."""
+    problems = []
+    if "Float8BlockScaling" in names:
+        problems.append(
             "Float8BlockScaling: TransformerEngine 2.20 has no kernel for it in the experts' grouped products. Use "
             "DelayedScaling or Float8CurrentScaling, or te_backend=reference, which emulates it."
-        ]
-    return []
+        )
+    if quantized_init and num_expert_shards > 1:
+        problems.append(
+            f"quantised init with experts cut over {num_expert_shards} ranks: TransformerEngine 2.20 gathers quantised "
+            "weights along their first dim only, and each expert of a stack is cut along its rows. Set "
+            "parallelism.dp_size=1, turn quantised init off, or use te_backend=reference."
+        )
+    return problems
 
 
 def quantized_init_problems(

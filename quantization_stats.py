@@ -38,6 +38,8 @@ from te_reference.quant_stats import QuantStats, measure
 from te_reference.recipe import RECIPES
 
 
+logger = logging.getLogger(__name__)
+
 LOG_FOLDER = "nvdlfw_inspect_statistics_logs"
 LINE = re.compile(r"INFO - (?P<name>\S+)\s+iteration=(?P<iteration>\d+)\s+value=(?P<value>\S+)")
 
@@ -144,6 +146,7 @@ class InspectStatistics:
         self._api, self._writer = inspect_api, writer
 
     def attach(self, model: nn.Module, start_step: int) -> None:
+        _say_what_is_left_out(model)
         self._api.infer_and_assign_layer_names(_unwrap(model))
         self._api.initialize_training_step(start_step)
         self._writer.open(start_step)
@@ -176,6 +179,7 @@ class ReferenceStatistics:
         self._iteration = 0
 
     def attach(self, model: nn.Module, start_step: int) -> None:
+        _say_what_is_left_out(model)
         problems: list[str] = []
         for layer_name, layer, recipe in low_precision_layers(_unwrap(model)):
             for module_name, module in layer.named_modules():
@@ -255,6 +259,11 @@ def inspect_name(layer_name: str, module_name: str) -> str:
     """
     prefix, _, index = layer_name.rpartition(".")
     return f"model.{prefix}.{int(index) + 1}.{module_name}"
+
+
+def _say_what_is_left_out(model: nn.Module) -> None:
+    if any(hasattr(module, "scaling_tensors") for module in model.modules()):
+        logger.info("statistics: of attention's linear layers; TransformerEngine has none for the experts' operations")
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

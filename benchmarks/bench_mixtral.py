@@ -3,8 +3,8 @@
     python benchmarks/bench_mixtral.py [--tokens 8192 32768] [--variants te hf_grouped_mm hf_eager te_fp8]
 
 BF16 parameters, vocabulary 32,000, sequences of 8,192 tokens, AdamW (fused), auxiliary loss on; medians of CUDA-event
-times. Every variant builds its model afresh and frees it again. te: packed (THD) batches. te_fp8: the same under
-``te.autocast`` with DelayedScaling in the decoder layers, rows of every expert padded to 16. A variant that does not
+times. Every variant builds its model afresh and frees it again. te: packed (THD) batches. te_fp8: the same with
+DelayedScaling in the decoder layers. A variant that does not
 fit or cannot run is reported, not hidden. ``--profile FILE`` writes a Chrome trace of one step of the first variant.
 """
 
@@ -26,6 +26,7 @@ sys.path.insert(0, str(PROJECT_DIR))
 
 import te_backend  # noqa: E402
 from modeling_mixtral_te import NVMixtralConfig, NVMixtralForCausalLM  # noqa: E402
+from precision import PrecisionPlan  # noqa: E402
 from weight_init import initialize_weights  # noqa: E402
 
 
@@ -50,30 +51,17 @@ def te_step(num_tokens: int, fp8: bool) -> tuple[nn.Module, Callable[[], torch.T
         num_hidden_layers=LAYERS,
         attn_input_format="thd",
         te_backend="transformer_engine",
-        expert_token_alignment=16 if fp8 else 1,
     )
-    with bf16(), torch.device("meta"):
-        model = NVMixtralForCausalLM(config)
-    initialize_weights(model, torch.device("cuda"), seed=0)
     te = te_backend.resolve("transformer_engine")
-    if fp8:
-        from transformer_engine.common.recipe import DelayedScaling
-
-        for layer in model.model.layers:
-            layer.forward = _in_autocast(te, DelayedScaling(), layer.forward)
+    recipe = te_backend.recipe_module(te).DelayedScaling() if fp8 else None
+    with bf16(), torch.device("meta"):
+        model = NVMixtralForCausalLM(config, PrecisionPlan((recipe,) * LAYERS, te))
+    initialize_weights(model, torch.device("cuda"), seed=0)
     ids = torch.randint(config.vocab_size, (1, num_tokens), device="cuda")
     offsets = torch.arange(0, num_tokens + 1, SEQUENCE_TOKENS, dtype=torch.int32, device="cuda")
     batch = {"input_ids": ids, "labels": ids, "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
     batch |= {"max_length_q": SEQUENCE_TOKENS, "max_length_k": SEQUENCE_TOKENS}
     return model, lambda: model(**batch).loss
-
-
-def _in_autocast(te: object, recipe: object, forward: Callable) -> Callable:
-    def run(*args, **kwargs):
-        with te.autocast(enabled=True, recipe=recipe):
-            return forward(*args, **kwargs)
-
-    return run
 
 
 def hf_step(num_tokens: int, implementation: str) -> tuple[nn.Module, Callable[[], torch.Tensor]]:

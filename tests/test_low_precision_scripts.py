@@ -1,4 +1,4 @@
-"""The command lines of low precision, with both scripts, from the configuration to the metrics."""
+"""The command lines of low precision, with three scripts, from the configuration to the metrics."""
 
 import json
 import math
@@ -10,12 +10,14 @@ from safetensors.torch import load_file
 
 import train_ddp
 import train_fsdp2
+import train_fsdp2_ep
 from config import ConfigError, register_schema
+from dist_utils import run_script
 from paths import PROJECT_DIR
 from quantization_stats import LOG_FOLDER
 
 
-SCRIPTS = {"train_ddp": train_ddp.main, "train_fsdp2": train_fsdp2.main}
+SCRIPTS = {"train_ddp": train_ddp.main, "train_fsdp2": train_fsdp2.main, "train_fsdp2_ep": train_fsdp2_ep.main}
 FP8 = "fp8_config.enabled=true"
 SMALL = [
     "num_train_steps=2",
@@ -26,6 +28,8 @@ SMALL = [
 ]
 COMMANDS = {
     "fp8": [FP8],
+    "current": [FP8, "fp8_config.fp8_recipe=Float8CurrentScaling"],
+    "block": [FP8, "fp8_config.fp8_recipe=Float8BlockScaling"],
     "mxfp8": [FP8, "fp8_config.fp8_recipe=transformer_engine.common.recipe.MXFP8BlockScaling"],
     "nvfp4": ["fp4_config.enabled=true"],
     "both": [FP8, "fp4_config.enabled=true", "fp8_layers=[1]", "fp4_layers=[2]"],
@@ -46,7 +50,8 @@ def run(script: str, path, *overrides: str) -> list[dict]:
     """Runs a script in this process; returns its metrics."""
     register_schema()
     metrics = path / "metrics.jsonl"
-    with initialize_config_dir(version_base="1.3", config_dir=str(PROJECT_DIR / "hydra_config" / "llama")):
+    family = "mixtral" if script == "train_fsdp2_ep" else "llama"
+    with initialize_config_dir(version_base="1.3", config_dir=str(PROJECT_DIR / "hydra_config" / family)):
         cfg = compose("L0_sanity", overrides=[*SMALL, f"logger.metrics_path={metrics}", *overrides])
     try:
         SCRIPTS[script](cfg)
@@ -69,31 +74,45 @@ def test_statistics_command(script, tmp_path):
     keys = {"enabled": "true", "quant_log_dir": tmp_path, "quant_stats_file": "./fp8_debugging_stats.yaml"}
     run(script, tmp_path, FP8, *(f"quant_stats_config.{key}={value}" for key, value in keys.items()))
     log = (tmp_path / LOG_FOLDER / "nvdlfw_inspect_globalrank-0.log").read_text()
-    assert log.count("iteration=000000") == 2 * 4 * 3 * 4  # layers, linear layers, tensors, statistics
+    linear_layers = 2 if script == "train_fsdp2_ep" else 4  # experts have no statistics
+    assert log.count("iteration=000000") == 2 * linear_layers * 3 * 4  # layers, linear layers, tensors, statistics
 
 
+@pytest.mark.parametrize("script", ["train_fsdp2", "train_fsdp2_ep"])
 @pytest.mark.parametrize("recipe", ["fp8_config.fp8_recipe=DelayedScaling", "fp4_config.enabled=true"])
-def test_resumed_script(recipe, tmp_path):
+def test_resumed_script(recipe, script, tmp_path):
     """Stopped after step 2 of 4, validation included: the same losses, bit for bit, also with stochastic rounding."""
     fp8 = [FP8] if recipe.startswith("fp8") else []
     keep = [f"checkpoint.ckpt_dir={tmp_path}", "checkpoint.save_every_n_steps=2"]
     (tmp_path / "whole").mkdir()
-    whole = run("train_fsdp2", tmp_path / "whole", recipe, *fp8, "num_train_steps=4")
-    run("train_fsdp2", tmp_path, recipe, *fp8, *keep)
-    rows = run(
-        "train_fsdp2", tmp_path, recipe, *fp8, *keep, "num_train_steps=4", "checkpoint.resume_from_checkpoint=true"
-    )
+    whole = run(script, tmp_path / "whole", recipe, *fp8, "num_train_steps=4")
+    run(script, tmp_path, recipe, *fp8, *keep)
+    rows = run(script, tmp_path, recipe, *fp8, *keep, "num_train_steps=4", "checkpoint.resume_from_checkpoint=true")
     assert [row["loss"] for row in rows] == [row["loss"] for row in whole]
 
 
-def test_final_model_of_quantised_parameters_is_plain(tmp_path):
+@pytest.mark.parametrize("script", ["train_fsdp2", "train_fsdp2_ep"])
+def test_final_model_of_quantised_parameters_is_plain(script, tmp_path):
     keep = [f"checkpoint.ckpt_dir={tmp_path}", "checkpoint.save_final_model=true"]
-    run("train_fsdp2", tmp_path, *COMMANDS["qinit"], *keep, "dtype=bfloat16")
-    weights = load_file(tmp_path / "train_fsdp2" / "final_model" / "model.safetensors")
+    run(script, tmp_path, *COMMANDS["qinit"], *keep, "dtype=bfloat16")
+    weights = load_file(tmp_path / script / "final_model" / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    assert "use_quantized_model_init" not in (tmp_path / "train_fsdp2" / "final_model" / "config.json").read_text()
+    assert "use_quantized_model_init" not in (tmp_path / script / "final_model" / "config.json").read_text()
 
 
 def test_refused_before_anything_is_built(tmp_path):
     with pytest.raises(ConfigError, match=r"fp8_layers=\[7\] is out of range"):
         run("train_fsdp2", tmp_path, FP8, "fp8_layers=[7]")
+
+
+def test_experts_over_two_ranks(tmp_path):
+    options = ["use_sequence_packing=true", "grad_acc_steps=2", f"logger.metrics_path={tmp_path / 'metrics.jsonl'}"]
+    options += [f"checkpoint.ckpt_dir={tmp_path}", "checkpoint.save_final_model=true", "dtype=bfloat16"]
+    argv = ["--config-name=L0_sanity", *SMALL, *COMMANDS["qinit_masters"], *options]
+    outputs = run_script("train_fsdp2_ep.py", argv, world_size=2)
+    assert "8 masters start from high-precision initial values" in outputs[0]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[1]["loss"] < rows[0]["loss"]
+    weights = load_file(tmp_path / "train_fsdp2_ep" / "final_model" / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert weights["model.layers.0.mlp.experts.fc1_weight"].shape == (8, 256, 64)

@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from config import ConfigError, ParallelismConfig
+from config import ParallelismConfig
 from dist_utils import run_on_ranks
 from distributed import local_tensor
 from low_precision import SHAPE, TOKENS, Run, make_config
-from modeling_mixtral_te import NVMixtralConfig
-from quantization import plan_precision
 from quantized_parameters import delayed_scaling_tensors, dequantized, is_quantized, unchanged_scales
 from stacked_weights import stacked_weights_class
 from te_reference.quantized_weight import QuantizedWeight, WeightQuantizer
@@ -181,20 +179,6 @@ def _validation_leaves_scales_alone() -> None:
 
 def test_validation_does_not_move_the_scales():
     run_on_ranks(_validation_leaves_scales_alone, 2)
-
-
-@pytest.mark.parametrize(
-    "recipe, shards, expert_shards, message",
-    [
-        ("MXFP8BlockScaling", 2, 4, "hidden_size = 64 rows of a weight cannot be cut over 4 ranks"),
-        ("NVFP4BlockScaling", 2, 1, "NVFP4BlockScaling on FSDP2 shards"),
-        ("Float8BlockScaling", 1, 1, "cannot train parameters in this format"),
-    ],
-)
-def test_quantised_init_that_cannot_be_is_refused(recipe, shards, expert_shards, message):
-    config = make_config(recipe, qinit=True)
-    with pytest.raises(ConfigError, match=message):
-        plan_precision(config, NVMixtralConfig(**SHAPE), torch.device("cpu"), shards, expert_shards)
 
 
 def test_a_stack_of_single_weights_behaves_as_one_tensor():

@@ -4,11 +4,13 @@ import logging
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
 import te_reference
-from config import ConfigError, TrainConfig
+from config import ConfigError, TrainConfig, load_config, register_schema
 from low_precision import SHAPE, Run, make_config
 from modeling_llama_te import NVLlamaConfig
+from modeling_mixtral_te import NVMixtralConfig
 from paths import PROJECT_DIR, project_path
 from precision import PrecisionPlan
 from quantization import (
@@ -18,6 +20,7 @@ from quantization import (
     layer_formats,
     plan_precision,
     quantized_init_problems,
+    te_expert_problems,
 )
 from te_reference import recipe as recipes
 from te_reference.emulation import quantize
@@ -132,6 +135,33 @@ def test_quantised_init_where_te_cannot(recipe, num_shards, message):
             plan(overrides, num_shards)
 
 
+def test_quantised_init_on_shards_needs_the_meta_device():
+    """Pitfall 3: without it the weights would silently stay in high precision."""
+    assert plan([*FP8, QINIT, "use_meta_device=false"], 1).quantized_init
+    with pytest.raises(ConfigError, match="use_meta_device=true"):
+        plan([*FP8, QINIT, "use_meta_device=false"], 2)
+
+
+@pytest.mark.parametrize(
+    "recipe, num_shards, num_expert_shards, message",
+    [
+        ("MXFP8BlockScaling", 2, 4, "hidden_size = 64 rows of a weight cannot be cut over 4 ranks"),
+        ("MXFP8BlockScaling", 2, 1, None),
+        ("NVFP4BlockScaling", 2, 1, "NVFP4BlockScaling on FSDP2 shards"),
+        ("DelayedScaling", 8, 4, None),
+    ],
+)
+def test_quantised_init_of_experts(recipe, num_shards, num_expert_shards, message):
+    problems = quantized_init_problems(NVMixtralConfig(**SHAPE), recipe, num_shards, num_expert_shards)
+    assert (message is None and not problems) or message in problems[0]
+
+
+def test_experts_that_te_cannot_run():
+    assert not te_expert_problems({"DelayedScaling", "NVFP4BlockScaling"}, 2, quantized_init=False)
+    assert "no kernel" in te_expert_problems({"Float8BlockScaling"}, 1, quantized_init=False)[0]
+    assert "parallelism.dp_size=1" in te_expert_problems({"MXFP8BlockScaling"}, 2, quantized_init=True)[0]
+
+
 # te-notes' table: FP8 from 8.9, block scaling from 9.0 with CUDA 12.9, MXFP8 in 10.x and 11.x, NVFP4 from 10.0.
 @pytest.mark.parametrize(
     "capability, cuda, runnable",
@@ -193,6 +223,18 @@ def test_shipped_configs(name):
     else:
         assert result.quantized_init and result.preserve_high_precision_init_val and result.pad_to_multiple == 32
     assert (PROJECT_DIR / "hydra_config" / "llama" / f"{name}.yaml").exists()
+
+
+def test_shipped_mixtral_config():
+    register_schema()
+    with initialize_config_dir(version_base="1.3", config_dir=str(PROJECT_DIR / "hydra_config" / "mixtral")):
+        cfg = compose("L1_8x7B_ep", overrides=["te_backend=reference"])
+    config = load_config(cfg, script="train_fsdp2_ep", world_size=8, overrides=[])
+    model_config = NVMixtralConfig.from_pretrained(project_path(config.config_name_or_path))
+    result = plan_precision(config, model_config, CPU, num_shards=8, num_expert_shards=1)
+    assert result.quantized_init and result.preserve_high_precision_init_val
+    assert {type(recipe).__name__ for recipe in result.recipes} == {"MXFP8BlockScaling"}
+    assert result.group_rows(0) == 32
 
 
 def outputs(config: TrainConfig, **shape) -> dict[int, torch.Tensor]:
