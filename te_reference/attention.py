@@ -38,10 +38,12 @@ class RotaryPositionEmbedding(nn.Module):
 def _rotate_into(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotates the halves of the last dim of ``x`` in FP32 and rounds once, into ``out``."""
     exact = out if out.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
-    (x1, x2), (out1, out2) = x.float().chunk(2, dim=-1), exact.chunk(2, dim=-1)
-    torch.mul(x.float(), torch.cat((cos, cos), dim=-1), out=exact)
-    out1.addcmul_(x2, sin, value=-1)
-    out2.addcmul_(x1, sin)
+    # Factors of every head, and the halves swapped at once: a CPU takes ten times as long over rows of H / 2 numbers.
+    shape = x.shape[-cos.ndim :]
+    cos, sin = torch.cat((cos, cos), dim=-1).expand(shape), torch.cat((-sin, sin), dim=-1).expand(shape)
+    x = x.float()
+    torch.mul(x, cos.contiguous(), out=exact)
+    exact.addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin.contiguous())
     if exact is not out:
         out.copy_(exact)
 

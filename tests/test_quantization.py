@@ -4,10 +4,9 @@ import logging
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 import te_reference
-from config import ConfigError, TrainConfig, load_config, register_schema
+from config import ConfigError, TrainConfig
 from low_precision import SHAPE, Run, make_config
 from modeling_llama_te import NVLlamaConfig
 from modeling_mixtral_te import NVMixtralConfig
@@ -226,10 +225,7 @@ def test_shipped_configs(name):
 
 
 def test_shipped_mixtral_config():
-    register_schema()
-    with initialize_config_dir(version_base="1.3", config_dir=str(PROJECT_DIR / "hydra_config" / "mixtral")):
-        cfg = compose("L1_8x7B_ep", overrides=["te_backend=reference"])
-    config = load_config(cfg, script="train_fsdp2_ep", world_size=8, overrides=[])
+    config = compose_config(["te_backend=reference"], "L1_8x7B_ep", "mixtral", "train_fsdp2_ep", world_size=8)
     model_config = NVMixtralConfig.from_pretrained(project_path(config.config_name_or_path))
     result = plan_precision(config, model_config, CPU, num_shards=8, num_expert_shards=1)
     assert result.quantized_init and result.preserve_high_precision_init_val
