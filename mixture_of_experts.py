@@ -177,9 +177,10 @@ class Experts(nn.Module):
     Under expert parallelism the parameters are DTensors, and this rank runs its own e experts.
 
     Args:
-        precision: of the model; index: of the layer, from 0. In low precision both products quantise each expert's
-            rows, weight and gradient by itself, with scales of its own. Delayed scaling reduces their amaxes over the
-            ranks that hold the same experts, so that the scales do not depend on the layout.
+        precision: of the model. In low precision both products quantise each expert's rows, weight and gradient by
+            itself, with scales of its own. Delayed scaling reduces their amaxes over the ranks that hold the same
+            experts, so that the scales do not depend on the layout.
+        index: of the layer, from 0.
     """
 
     def __init__(self, config: MixtralConfig, te: Any, precision: PrecisionPlan, index: int):
@@ -219,7 +220,7 @@ class Experts(nn.Module):
         """Delayed scaling: scales and amax histories of both products, input and weight of each expert in turn, by
         name; over ep as DTensors, like the weights. They share the products' memory, and are made where there are none
         yet."""
-        fc1, _, fc2 = self.bind(*self._local_weights())[0]
+        fc1, _, fc2 = self._operations[0] if self._operations else self.bind(*self._local_weights())[0]
         tensors = {}
         for name, operation in (("fc1", fc1), ("fc2", fc2)):
             if operation._fp8_metas is None:

@@ -22,6 +22,7 @@ quantization_stats.py: how much a recipe loses.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import fields
 from types import ModuleType
 from typing import Any
@@ -86,6 +87,8 @@ def plan_precision(
     """
     num_layers = model_config.num_hidden_layers
     if not (config.fp8_config.enabled or config.fp4_config.enabled):
+        if problems := fused_mlp_problems(model_config, [None]):
+            raise ConfigError(problems)
         return PrecisionPlan((None,) * num_layers)
     if problems := layer_problems(config, num_layers):
         raise ConfigError(problems)
@@ -127,9 +130,10 @@ def plan_precision(
     if num_expert_shards is not None and not te_backend.is_reference(te):
         names = {type(recipe).__name__ for recipe in recipes.values()}
         problems += te_expert_problems(names, num_expert_shards, asked)
+    per_layer = tuple(recipes.get(name) for name in formats)
+    problems += fused_mlp_problems(model_config, per_layer)
     if problems:
         raise ConfigError(problems)
-    per_layer = tuple(recipes.get(name) for name in formats)
     plan = PrecisionPlan(per_layer, te, asked, qinit.preserve_high_precision_init_val)
     logger.info("precision: %s%s", plan.describe(), "; weights held in these formats only" if asked else "")
     return plan
@@ -217,6 +221,18 @@ def size_problems(model_config: PreTrainedConfig, name: str) -> list[str]:
         "another recipe."
         for what, size in linear_sizes(model_config).items()
         if size % multiple
+    ]
+
+
+def fused_mlp_problems(model_config: PreTrainedConfig, per_layer: Sequence[Any]) -> list[str]:
+    """Why the layers' recipes rule out TransformerEngine's fused grouped MLP, if the model config asks for it."""
+    names = ["high precision" if recipe is None else type(recipe).__name__ for recipe in per_layer]
+    others = sorted(set(names) - {"MXFP8BlockScaling"})
+    if not getattr(model_config, "fused_grouped_mlp", False) or not others:
+        return []
+    return [
+        f"fused_grouped_mlp=true with layers in {', '.join(others)}: the fused kernel runs MXFP8 only. Put every layer "
+        "in fp8_config.fp8_recipe=MXFP8BlockScaling, or set fused_grouped_mlp=false."
     ]
 
 

@@ -89,7 +89,10 @@ def test_logits_and_gradients_agree(layout, alignment):
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_grouped_linear_agrees_in_fp8(recipe):
-    """Forward, dgrad, wgrad, an empty group among them: the same quantised operands, another summation order."""
+    """Forward, dgrad, wgrad, an empty group among them: the same quantised operands, another summation order.
+
+    TE's grouped operations let Hopper's tensor cores keep the forward sums in fewer bits than FP32.
+    """
     splits, results = torch.tensor([64, 0, 128, 32], device="cuda"), {}
     for backend in BACKENDS:
         te = te_backend.resolve(backend)
@@ -111,7 +114,9 @@ def test_grouped_linear_agrees_in_fp8(recipe):
         results[backend] = {"forward": y.detach(), "dgrad": x.grad, "wgrad": torch.stack([w.grad for w in weights])}
         assert results[backend]["wgrad"][1].count_nonzero() == 0
     for what, expected in results["reference"].items():
-        assert relative_error(results["transformer_engine"][what], expected) < 1e-3, what
+        assert relative_error(results["transformer_engine"][what], expected) < (2e-3 if what == "forward" else 1e-3), (
+            what
+        )
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)

@@ -155,6 +155,15 @@ def test_quantised_init_of_experts(recipe, num_shards, num_expert_shards, messag
     assert (message is None and not problems) or message in problems[0]
 
 
+def test_the_fused_mlp_runs_mxfp8_only():
+    model_config = NVMixtralConfig(**SHAPE, fused_grouped_mlp=True)
+    mxfp8 = [*FP8, "fp8_config.fp8_recipe=MXFP8BlockScaling"]
+    for overrides, layers in (([], "high precision"), (FP8, "Delayed"), ([*mxfp8, "fp8_layers=[1]"], "high precision")):
+        with pytest.raises(ConfigError, match=f"layers in {layers}"):
+            plan_precision(compose_config([*overrides, "te_backend=reference"]), model_config, CPU, 1, 1)
+    assert plan_precision(compose_config([*mxfp8, "te_backend=reference"]), model_config, CPU, 1, 1).enabled
+
+
 def test_experts_that_te_cannot_run():
     assert not te_expert_problems({"DelayedScaling", "NVFP4BlockScaling"}, 2, quantized_init=False)
     assert "no kernel" in te_expert_problems({"Float8BlockScaling"}, 1, quantized_init=False)[0]
