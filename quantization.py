@@ -129,7 +129,7 @@ def plan_precision(
             )
     if num_expert_shards is not None and not te_backend.is_reference(te):
         names = {type(recipe).__name__ for recipe in recipes.values()}
-        problems += te_expert_problems(names, num_expert_shards, asked)
+        problems += te_expert_problems(names, num_expert_shards, asked, config.activation_checkpointing)
     per_layer = tuple(recipes.get(name) for name in formats)
     problems += fused_mlp_problems(model_config, per_layer)
     if problems:
@@ -236,10 +236,18 @@ def fused_mlp_problems(model_config: PreTrainedConfig, per_layer: Sequence[Any])
     ]
 
 
-def te_expert_problems(names: set[str], num_expert_shards: int, quantized_init: bool) -> list[str]:
+def te_expert_problems(
+    names: set[str], num_expert_shards: int, quantized_init: bool, activation_checkpointing: str
+) -> list[str]:
     """Why TransformerEngine's grouped products cannot run these recipes, each expert cut over ``num_expert_shards``
     ranks."""
     problems = []
+    if "DelayedScaling" in names and activation_checkpointing not in ("off", "0"):
+        problems.append(
+            f"DelayedScaling with activation_checkpointing={activation_checkpointing}: TransformerEngine 2.20's "
+            "grouped products would run again with the scales of the next step. Use another recipe, or "
+            "activation_checkpointing=off."
+        )
     if "Float8BlockScaling" in names:
         problems.append(
             "Float8BlockScaling: TransformerEngine 2.20 has no kernel for it in the experts' grouped products. Use "

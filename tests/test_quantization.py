@@ -165,9 +165,11 @@ def test_the_fused_mlp_runs_mxfp8_only():
 
 
 def test_experts_that_te_cannot_run():
-    assert not te_expert_problems({"DelayedScaling", "NVFP4BlockScaling"}, 2, quantized_init=False)
-    assert "no kernel" in te_expert_problems({"Float8BlockScaling"}, 1, quantized_init=False)[0]
-    assert "parallelism.dp_size=1" in te_expert_problems({"MXFP8BlockScaling"}, 2, quantized_init=True)[0]
+    assert not te_expert_problems({"DelayedScaling", "NVFP4BlockScaling"}, 2, False, "off")
+    assert not te_expert_problems({"Float8CurrentScaling"}, 2, False, "full")
+    assert "no kernel" in te_expert_problems({"Float8BlockScaling"}, 1, False, "off")[0]
+    assert "parallelism.dp_size=1" in te_expert_problems({"MXFP8BlockScaling"}, 2, True, "off")[0]
+    assert "scales of the next step" in te_expert_problems({"DelayedScaling"}, 1, False, "selective")[0]
 
 
 # te-notes' table: FP8 from 8.9, block scaling from 9.0 with CUDA 12.9, MXFP8 in 10.x and 11.x, NVFP4 from 10.0.
