@@ -233,24 +233,6 @@ def test_what_torchrun_gets(tmp_path, platform):
     assert config.checkpoint.save_every_n_steps > 0
 
 
-WORKER = """
-import os, signal, sys, time
-import torch.distributed as dist
-
-def leave(*_):
-    print("saved", flush=True)
-    sys.exit(1)
-
-signal.signal(signal.SIGUSR1, leave)
-signal.signal(signal.SIGTERM, leave)
-agent = os.getppid()
-dist.init_process_group("gloo")
-with open(os.path.join(os.path.dirname(__file__), f"ready_{dist.get_rank()}_of_{dist.get_world_size()}"), "w"):
-    pass
-while os.getppid() == agent:
-    time.sleep(0.05)
-"""
-
 # Two tasks; signals go on to both; the status is the greatest. Output goes where srun was told.
 SRUN = r"""
 for word; do case $word in --output=*) out=${word#*=};; torchrun) break;; esac; shift_by=$((${shift_by:-0} + 1)); done
@@ -269,14 +251,16 @@ exit "$status"
 """
 
 
+RUN = "train_fsdp2.py --config-name L0_sanity num_train_steps=100000 validation.enabled=false"
+
+
 def start_slurm_job(folder, torchrun):
-    """The script as sbatch would start it, with worker.py in place of its RUN and both agents on this machine."""
-    (folder / "worker.py").write_text(WORKER)
+    """The script as sbatch would start it, with a small RUN and both agents on this machine."""
     fake_tool(folder, "torchrun", torchrun)
     fake_tool(folder, "srun", SRUN)
     fake_tool(folder, "scontrol", f'[ "$1" = requeue ] && echo "$2" > {folder}/requeued || echo localhost')
     script = SCRIPTS["slurm"].replace("SHARED=/shared/native-te", f"SHARED={folder}/shared")
-    script, changed = re.subn(r"^RUN=.*$", f"RUN=({folder}/worker.py)", script, flags=re.MULTILINE)
+    script, changed = re.subn(r"^RUN=.*$", f"RUN=({PROJECT_DIR}/{RUN})", script, flags=re.MULTILINE)
     assert changed == 1
     (folder / "job.sh").write_text(script)
     environment = os.environ | {
@@ -307,18 +291,39 @@ def slurm_job(tmp_path):
     yield start
     for job in jobs:
         if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
+            job.send_signal(signal.SIGUSR1)  # torchrun's workers are in sessions of their own: their agents end them
+            try:
+                job.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                os.killpg(job.pid, signal.SIGKILL)
         job.wait()
 
 
 def test_slurm_time_limit(tmp_path, slurm_job):
-    """Two real agents meet; the signal reaches their workers, which save; the job is requeued."""
-    job = slurm_job(f'exec {sys.executable} -m torch.distributed.run "$@"')
-    wait_for(lambda: len(list(tmp_path.glob("ready_*_of_2"))) == 2)
+    """Two real agents train; the signal reaches their workers, which save; the job is requeued, and resumes."""
+    run_dir = tmp_path / "shared" / "checkpoints" / "train_fsdp2"
+
+    def last_step():
+        metrics = run_dir / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.is_file() else []
+        return json.loads(lines[-1])["step"] if lines else 0
+
+    torchrun = f'OMP_NUM_THREADS=1 exec {sys.executable} -m torch.distributed.run "$@"'
+    job = slurm_job(torchrun)
+    wait_for(lambda: last_step() > 1)
     job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=60) == 1
-    assert "".join(path.read_text() for path in (tmp_path / "shared" / "logs").iterdir()).count("saved") == 2
+    saved = last_step()
+    assert [path.name for path in run_dir.glob("step_*")] == [f"step_{saved}"]
     assert (tmp_path / "requeued").read_text().strip() == (tmp_path / "job_id").read_text()
+
+    job = slurm_job(torchrun)
+    wait_for(lambda: last_step() > saved)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=60) == 1
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert f"step_{saved}" in "".join(path.read_text() for path in (tmp_path / "shared" / "logs").iterdir())
 
 
 @pytest.mark.parametrize("status", [0, 3])
