@@ -88,7 +88,7 @@ class DecodeStep:
         hidden_BD = self._model.embed_tokens(self._tokens_B)
         for layer, cache in zip(self._model.layers, self._caches, strict=True):
             hidden_BD = hidden_BD + self._attention(layer.self_attention, hidden_BD, cache, rotation, visible_B11W)
-            hidden_BD = hidden_BD + layer.layernorm_mlp(hidden_BD)
+            hidden_BD = hidden_BD + _output(layer.layernorm_mlp(hidden_BD))
         return self._model.norm(hidden_BD)
 
     def _attention(self, attention: Any, hidden_BD: torch.Tensor, cache, rotation, visible_B11W) -> torch.Tensor:
@@ -102,4 +102,9 @@ class DecodeStep:
         context_BKRH = F.scaled_dot_product_attention(
             rotated[:, :, :-1], keys_BWKH.transpose(1, 2), values_BWKH.transpose(1, 2), attn_mask=visible_B11W
         )
-        return attention.proj(context_BKRH.flatten(1))
+        return _output(attention.proj(context_BKRH.flatten(1)))
+
+
+def _output(result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Inside its TransformerLayer, TE builds the last linear layers to return (output, bias); there is no bias here."""
+    return result[0] if isinstance(result, tuple) else result

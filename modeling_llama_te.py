@@ -137,7 +137,8 @@ class RotaryTable:
         if self._table is None or self._table.shape[0] < num_positions or self._table.device != device:
             rope = self._te.RotaryPositionEmbedding(self._config.head_dim)
             rope.inv_freq = self._inverse_frequencies().to(device)
-            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            # Training must be able to save what generation under inference_mode has made.
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
                 self._table = rope(num_positions)
         return self._table
 
