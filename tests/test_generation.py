@@ -106,6 +106,25 @@ def test_the_step_that_a_graph_holds(monkeypatch, attn_input_format, strategy):
     assert list(params.sequences.values()) == [length + 63 for length in PROMPT_LENGTHS]
 
 
+def test_the_step_takes_the_pairs_that_te_s_layers_return(monkeypatch):
+    """TE's TransformerLayer builds both output projections with return_bias=True."""
+    monkeypatch.setattr(generation, "_decodes_in_a_graph", lambda model, tokens, cache: True)
+    hf, model = make_pair()
+    for layer in model.model.layers:
+        for module in (layer.self_attention.proj, layer.layernorm_mlp):
+            # Rows [B, D] are the step's; the layer itself, which reads the prompts, has [B, S, D].
+            module.register_forward_hook(lambda module, inputs, y: (y, y.new_empty(0)) if y.ndim == 2 else y)
+    assert torch.equal(model.generate(**make_prompts(), **OPTIONS), hf.generate(**make_prompts(), **OPTIONS))
+
+
+def test_training_can_save_the_rope_table_of_inference_mode():
+    """TE's RoPE saves its table for the backward pass, which torch refuses of a tensor made under inference_mode."""
+    _, model = make_pair()
+    with torch.inference_mode():
+        model.generate(**make_prompts(), **OPTIONS | {"max_new_tokens": 2})
+    assert not model.model.rotary(8, torch.device("cpu")).is_inference()
+
+
 @pytest.mark.parametrize("attn_input_format", ["bshd", "thd"])
 def test_logits_of_each_step_equal_hugging_face(attn_input_format):
     hf, model = make_pair(attn_input_format=attn_input_format)
