@@ -146,6 +146,8 @@ class MixtralLayer(nn.Module):
 
     def __init__(self, config: NVMixtralConfig, te: Any, precision: PrecisionPlan, index: int):
         super().__init__()
+        self.layer_number = index + 1
+        """From 1; nvdlfw-inspect names the layer after it, as it does TE's TransformerLayer."""
         factory = {"params_dtype": torch.get_default_dtype(), "device": te_backend.layer_device()}
         self.self_attention = te.MultiheadAttention(
             config.hidden_size,
@@ -154,7 +156,7 @@ class MixtralLayer(nn.Module):
             num_gqa_groups=config.num_key_value_heads,
             attention_dropout=0.0,
             layernorm_epsilon=config.rms_norm_eps,
-            layer_number=index + 1,
+            layer_number=self.layer_number,
             attn_mask_type=config.attention_mask_type,
             qkv_format=config.attn_input_format,
             input_layernorm=True,

@@ -13,7 +13,7 @@ from dist_utils import run_on_ranks
 from low_precision import SHAPE, Run, make_config
 from paths import PROJECT_DIR
 from precision import PrecisionPlan
-from quantization_stats import LINE, LOG_FOLDER, NoStatistics, start_statistics
+from quantization_stats import LINE, LOG_FOLDER, NoStatistics, inspect_name, start_statistics
 from quantization_stats_config import Request, Stat, layer_pattern, requests_for, restrict_to_formats
 from te_reference.emulation import quantize
 from te_reference.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
@@ -57,6 +57,14 @@ def test_layers_are_narrowed(layers, numbers, expected):
         assert pattern is None
     else:
         assert [name.removeprefix("model.model.layers.") for name in NAMES if re.search(pattern, name)] == expected
+
+
+@pytest.mark.parametrize("layout", ["plain", "ep"])
+def test_layers_have_the_numbers_that_nvdlfw_inspect_names_them_by(layout):
+    """Its infer_and_assign_layer_names takes a ModuleList's key, which counts from 0, where there is no number."""
+    layers = Run(make_config("MXFP8BlockScaling"), layout).model.model.layers
+    names = [f"model.model.layers.{getattr(layer, 'layer_number', key)}.x" for key, layer in layers.named_children()]
+    assert names == [inspect_name(f"model.layers.{index}", "x") for index in range(len(layers))]
 
 
 def test_each_feature_gets_the_layers_of_its_format():
