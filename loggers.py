@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from config import TrainConfig
+from preemption import hidden_from_children
 
 
 logger = logging.getLogger(__name__)
@@ -129,15 +130,16 @@ class WandbLogger:
             kept = json.loads(state_file.read_text())
             last_step = max(last_step, kept["last_step"])  # a run that crashed twice after the same checkpoint
         run_id = options.id or kept.get("id") or uuid.uuid4().hex[:8]
-        self._run = wandb.init(
-            mode=options.mode,
-            project=options.project,
-            name=options.name,
-            id=run_id,
-            resume=options.resume or ("allow" if resumed_step else None),
-            dir=str(run_dir),
-            config=asdict(config),
-        )
+        with hidden_from_children():  # a signal that ends the run must not end wandb's own process before
+            self._run = wandb.init(
+                mode=options.mode,
+                project=options.project,
+                name=options.name,
+                id=run_id,
+                resume=options.resume or ("allow" if resumed_step else None),
+                dir=str(run_dir),
+                config=asdict(config),
+            )
         state_file.write_text(json.dumps({"id": run_id, "last_step": last_step}) + "\n")
         # Online the server says what it has; steps that it lost in a crash are logged again. Offline nobody answers.
         self._first_step = last_step + 1 if options.mode == "offline" else self._run.starting_step

@@ -10,7 +10,8 @@ From the signal to the end it takes at most two steps, a validation, and one che
 written in the background. Until the first step begins both signals end the process at once, which is their default:
 there is nothing to save. A run that has done its last step finishes, with status 0.
 
-Loader workers, which get a signal to the process group too, never see it (:func:`hidden_from_children`).
+Loader workers and wandb's process, which get a signal to the process group too, never see it
+(:func:`hidden_from_children`).
 """
 
 import logging
@@ -88,7 +89,7 @@ def hidden_from_children() -> Iterator[None]:
     """Processes started inside never get the two signals: a mask is inherited, and they do not lift it.
 
     For loader workers: the step that ends a run still needs their batches. They must be ended by other means, since
-    ``terminate`` is SIGTERM.
+    ``terminate`` is SIGTERM. For wandb: it has the run's last records to send.
     """
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
