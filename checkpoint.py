@@ -51,7 +51,7 @@ from transformers import PreTrainedTokenizerBase
 
 from config import CheckpointConfig
 from distributed import nothing, together
-from export import is_project_model, write_model_code
+from export import project_architecture, write_model_code
 from optimizer import initialize_state
 from quantized_parameters import delayed_scaling_tensors, dequantized, is_quantized, requantize_from_masters
 from scheduler import set_completed_steps
@@ -321,8 +321,8 @@ def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path:
         for leftover in (staging, replaced):
             leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover, ignore_errors=True)
         model.save_pretrained(staging, state_dict=weights, max_shard_size="5GB")
-        if is_project_model(model):
-            write_model_code(staging, type(model).__name__)
+        if (architecture := project_architecture(model)) is not None:
+            write_model_code(staging, architecture)
         tokenizer.save_pretrained(staging)
         for file in staging.iterdir():
             _sync_to_disk(file)

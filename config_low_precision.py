@@ -147,10 +147,10 @@ def low_precision_problems(config: "TrainConfig", world_size: int) -> list[str]:
         if config.use_torch_compile:
             problems.append("use_torch_compile=true: low-precision layers break torch.compile's graphs; drop it.")
         scales_per_rank = fp8.fp8_recipe_kwargs.get("reduce_amax") is False and world_size > 1
-        if fp8.enabled and scales_per_rank and config.checkpoint.save_every_n_steps:
+        if fp8.enabled and scales_per_rank and config.can_save:  # a preempted run saves, whatever its interval
             problems.append(
                 "fp8_config.fp8_recipe_kwargs.reduce_amax=false gives every rank scales of its own, which a checkpoint "
-                "does not hold: leave it at true, or do not save."
+                "does not hold: leave it at true, or set checkpoint.ckpt_dir=null."
             )
     stats = config.quant_stats_config
     if stats.enabled and not (fp8.enabled or fp4.enabled):

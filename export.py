@@ -53,9 +53,10 @@ def write_model_code(folder: Path, architecture: str) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def is_project_model(model: PreTrainedModel) -> bool:
-    """Whether the model is one of MODEL_MODULES, and not Hugging Face's own."""
-    return MODEL_MODULES.get(type(model).__name__) == type(model).__module__
+def project_architecture(model: PreTrainedModel) -> str | None:
+    """Which of MODEL_MODULES the model is; None: Hugging Face's own. FSDP2 makes a subclass of a model's class."""
+    names = (c.__name__ for c in type(model).__mro__ if MODEL_MODULES.get(c.__name__) == c.__module__)
+    return next(names, None)
 
 
 def model_sources(module: str) -> dict[str, str]:

@@ -284,8 +284,18 @@ class CachedGenerationMixin(GenerationMixin):
         """As ``transformers.GenerationMixin.generate``.
 
         Raises:
-            ValueError: an ``InferenceParams`` in use, of another backend, or without room for the prompts.
+            ValueError: an ``InferenceParams`` in use, of another backend, or without room for the prompts; prompts
+                padded on the right.
         """
+        mask = kwargs.get("attention_mask")
+        right_padded = (
+            [] if mask is None else (mask.bool().any(dim=1) & ~mask[:, -1].bool()).nonzero().flatten().tolist()
+        )
+        if right_padded:
+            raise ValueError(
+                f"attention_mask ends with padding in row {right_padded[0]}: a new token would follow it. Pad prompts "
+                "on the left (tokenizer.padding_side='left')."
+            )
         given = [kwargs.pop(name) for name in ("past_key_values", "cache") if kwargs.get(name) is not None]
         if given:
             expected = te_backend.resolve(self.config.te_backend).InferenceParams

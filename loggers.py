@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunLoggers:
-    """The loggers of one run, as one.
+    """The loggers of one run, as one. One that fails while the run goes on is reported and left out from then on.
 
     Args:
         config: the run's config.
@@ -52,14 +53,21 @@ class RunLoggers:
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Writes one record: JSON values, ``step`` among them; None is a value that is unknown or no finite number."""
-        for each in self._loggers:
-            each.log(metrics)
+        for each in list(self._loggers):
+            self._guarded(each, each.log, metrics)
 
     def close(self, failed: bool = False) -> None:
         """Ends all of them; ``failed`` is what wandb shows as the run's end."""
         for each in self._loggers:
-            each.close(failed)
+            self._guarded(each, each.close, failed)
         self._loggers = []
+
+    def _guarded(self, each: Any, call: Callable[[Any], None], argument: Any) -> None:
+        try:
+            call(argument)
+        except Exception as error:  # whatever a client library raises: hours of training do not depend on it
+            logger.error("%s fails and gets no more records: %s: %s", type(each).__name__, type(error).__name__, error)
+            self._loggers = [other for other in self._loggers if other is not each]
 
 
 class JsonLinesLogger:

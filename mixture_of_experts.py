@@ -273,7 +273,7 @@ class Experts(nn.Module):
             splits_e[0] = self.alignment
             weights = tokens.weights_Re.new_zeros(self.alignment)
             y = self._run(rows, splits_e, weights)
-            return tokens.rows_RD + y[:0] + tokens.weights_Re[:, :1]
+            return tokens.rows_RD + y[:0] + tokens.weights_Re[:, :1].to(y.dtype)
         if self.alignment > 1:
             rows, weights, row_id_map, pad_offsets, splits_e = self._te.moe_permute_and_pad_with_probs(
                 tokens.rows_RD, tokens.weights_Re, tokens.map_Re, tokens.tokens_per_expert_e, self.alignment

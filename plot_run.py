@@ -17,6 +17,7 @@ import os
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +47,7 @@ class Run:
 
     def points(self, key: str, x_key: str) -> tuple[list[float], list[float]]:
         """x and y of every record that has the key; null, which stands for no finite number, becomes nan."""
-        rows = [(record[x_key], record[key]) for record in self.records if key in record]
+        rows = [(record[x_key], record[key]) for record in self.records if key in record and x_key in record]
         return [x for x, _ in rows], [math.nan if y is None else y for _, y in rows]
 
 
@@ -100,7 +101,7 @@ def read_runs(paths: list[Path]) -> list[Run]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Every line but a last one that is still being written."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
         raise ValueError(
             f"{path}: {error.strerror}; give a run's folder, which holds metrics.jsonl, or that file."
@@ -108,7 +109,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity are no JSON
             record["step"], record["loss"]
         except (ValueError, KeyError, TypeError) as error:
             if number == len(lines):
@@ -126,7 +127,10 @@ def read_config(path: Path) -> dict[str, Any]:
             return {k: v for key, value in node.items() for k, v in flatten(value, f"{prefix}.{key}").items()}
         return {prefix[1:]: node}
 
-    return flatten(yaml.safe_load(path.read_text()), "") if path.is_file() else {}
+    try:
+        return flatten(yaml.safe_load(path.read_text()), "") if path.is_file() else {}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: no YAML: {error}") from error
 
 
 # --- Telling runs apart -----------------------------------------------------------------------------------------------
@@ -164,7 +168,9 @@ def labels(runs: list[Run]) -> list[str]:
 def draw(runs: list[Run], x: str = "step") -> Figure:
     """One panel per metric that some run has; ``x``: a key of AXES_OF_X."""
     x_key, x_label = AXES_OF_X[x]
-    panels = [panel for panel in (known_mfu(panel, runs) for panel in PANELS) if has_values(panel, runs)]
+    panels = [panel for panel in (known_mfu(panel, runs) for panel in PANELS) if has_values(panel, runs, x_key)]
+    if not panels:
+        raise ValueError(f"none of the runs has a value beside its {x_key}: there is nothing to draw.")
     columns = 4 if len(panels) > 6 else 3
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(4.4 * columns, 3.3 * rows + 0.4), layout="constrained")
@@ -181,7 +187,8 @@ def draw(runs: list[Run], x: str = "step") -> Figure:
     for axis in axes[len(panels) :]:
         axis.remove()
     # As many legend columns as fit, one character taking about 0.075 inches.
-    wrapped = [textwrap.fill(name, 80, break_on_hyphens=False) for name in labels(runs)]
+    names = [name.replace("$", r"\$") for name in labels(runs)]  # no formulas
+    wrapped = [textwrap.fill(name, 80, break_on_hyphens=False) for name in names]
     widest = max(len(line) for name in wrapped for line in name.splitlines())
     fitting = int(figure.get_figwidth() / (0.075 * widest + 0.6))
     handles = [Line2D([], [], color=colour, linewidth=2) for colour in colours(len(runs))]
@@ -194,8 +201,8 @@ def known_mfu(panel: Panel, runs: list[Run]) -> Panel:
     return TFLOPS if panel.key == "mfu" and not has_values(panel, runs) else panel
 
 
-def has_values(panel: Panel, runs: list[Run]) -> bool:
-    return any(record.get(panel.key) is not None for run in runs for record in run.records)
+def has_values(panel: Panel, runs: list[Run], x_key: str = "step") -> bool:
+    return any(record.get(panel.key) not in (None, []) and x_key in record for run in runs for record in run.records)
 
 
 def colours(count: int) -> list:
@@ -207,7 +214,7 @@ def colours(count: int) -> list:
 def draw_curve(axis: Axes, panel: Panel, x: list[float], y: list[Any], **style: Any) -> None:
     """A line; of many points their running mean, with the points themselves pale behind it."""
     if any(isinstance(value, list) for value in y):
-        rows = [value if isinstance(value, list) else [math.nan] for value in y]
+        rows = [value if isinstance(value, list) and value else [math.nan] for value in y]
         axis.fill_between(x, [min(row) for row in rows], [max(row) for row in rows], fc=style["color"], alpha=0.15)
         y = [sum(row) / len(row) for row in rows]
     y = [value * panel.factor for value in y]
@@ -237,10 +244,14 @@ def set_scale(axis: Axes, panel: Panel, curves: list[list[Any]]) -> None:
 
 def running_mean(values: list[float], window: int) -> list[float]:
     """Mean of the last ``window`` values that are numbers, at every place."""
+    known = [not math.isnan(value) for value in values]
+    sums = [0.0, *accumulate(value if is_known else 0.0 for value, is_known in zip(values, known))]
+    counts = [0, *accumulate(known)]
     means = []
     for end in range(1, len(values) + 1):
-        known = [value for value in values[max(0, end - window) : end] if not math.isnan(value)]
-        means.append(sum(known) / len(known) if known else math.nan)
+        start = max(0, end - window)
+        count = counts[end] - counts[start]
+        means.append((sums[end] - sums[start]) / count if count else math.nan)
     return means
 
 
@@ -302,15 +313,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--x", choices=AXES_OF_X, default="step", help="the x axis; default: step")
     parser.add_argument("--out", type=Path, default=Path("plot_run.png"), help="the PNG; the page goes beside it")
     args = parser.parse_args(argv)
+    if args.out.suffix != ".png":
+        parser.error(f"--out={args.out} must end in .png; the page goes beside it as .html.")
     try:
         runs = read_runs(args.runs)
+        picture = io.BytesIO()
+        draw(runs, args.x).savefig(picture, format="png", dpi=110)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_bytes(picture.getvalue())
+        args.out.with_suffix(".html").write_text(page(runs, picture.getvalue()))
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    picture = io.BytesIO()
-    draw(runs, args.x).savefig(picture, format="png", dpi=110)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_bytes(picture.getvalue())
-    args.out.with_suffix(".html").write_text(page(runs, picture.getvalue()))
+    except OSError as error:
+        raise SystemExit(f"--out={args.out} cannot be written: {error.strerror}.") from error
     print(f"wrote {args.out} and {args.out.with_suffix('.html')}")
 
 

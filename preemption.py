@@ -39,7 +39,8 @@ REQUEUE_STATUS = 128 + signal.SIGTERM
 - torchrun that got the signal itself passes it on, waits 30 s before it kills (torch 2.13: ``--shutdown-timeout``), and
   leaves with 1, not with this. SIGUSR1 ends it and leaves its workers alone, unless it is told to pass that on, too:
   ``--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``. Where only workers got a signal they count as failed,
-  and ``--max_restarts`` starts them again in place; they resume from what they have just saved.
+  and ``--max_restarts`` starts them again in place; they resume from what they have just saved. That needs
+  ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: in the agent's shared store they would find the addresses of those before.
 """
 
 

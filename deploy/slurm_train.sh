@@ -24,6 +24,8 @@ set -euo pipefail
 # - Preemption: Slurm sends TERM to the agents and requeues the job by itself, as it does when a node fails.
 # The next start finds the checkpoint. A crash after max_restarts ends the job.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150 # seconds for saving, from torch 2.13 on; before, agents wait for 30
+# A store of its own for every restart: workers that find the addresses of those before them fail or hang.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 mkdir -p "$SHARED/logs"

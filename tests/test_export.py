@@ -2,7 +2,16 @@
 
 import ast
 
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
 import export
+from dist_utils import run_on_ranks
+from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
+
+
+SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
 def rewritten(source: str) -> list[str]:
@@ -51,3 +60,18 @@ def test_no_module_is_left_behind():
                 assert node.module in sources, node.module
             elif isinstance(node, ast.Import):
                 assert not any(export._is_ours(alias.name) for alias in node.names), ast.unparse(node)
+
+
+def _architectures() -> list[str | None]:
+    models = [
+        NVLlamaForCausalLM(NVLlamaConfig(**SIZES, te_backend="reference")),
+        LlamaForCausalLM(LlamaConfig(**SIZES)),
+    ]
+    for model in models:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return [export.project_architecture(model) for model in models]
+
+
+def test_a_sharded_model_is_what_it_was():
+    """FSDP2 gives it a class of another name."""
+    assert run_on_ranks(_architectures, 2) == [["NVLlamaForCausalLM", None]] * 2

@@ -171,6 +171,12 @@ def test_a_cache_of_the_caller(attn_input_format, name):
     assert torch.equal(model.generate(**make_prompts(), **OPTIONS, **{name: params}), output)
 
 
+def test_prompts_padded_on_the_right_are_refused():
+    _, model = make_pair()
+    with pytest.raises(ValueError, match=r"attention_mask ends with padding in row 0: .* Pad prompts on the left"):
+        model.generate(**make_prompts(side="right"), **OPTIONS)
+
+
 def test_inference_params_can_be_imported_with_the_model():
     assert ExportedInferenceParams is te_reference.InferenceParams
 

@@ -76,6 +76,23 @@ def test_the_same_record_goes_to_all(tmp_path, wandb):
     assert list(wandb.history.values()) == [[(1, 1.0), (2, 2.0)]]
 
 
+@pytest.mark.parametrize("failing", ["log", "finish"])
+def test_a_logger_that_fails_stops_nothing(tmp_path, wandb, monkeypatch, caplog, failing):
+    config = TrainConfig(wandb=WandbConfig(mode="online"))
+    loggers = RunLoggers(config, tmp_path, 0)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(loggers._loggers[-1], "_run", SimpleNamespace(log=fail, finish=fail))
+    if failing == "log":
+        loggers.log({"step": 1, "loss": 1.0})
+        loggers.log({"step": 2, "loss": 1.0})
+    loggers.close()
+    assert caplog.text.count("WandbLogger fails and gets no more records: RuntimeError: no network") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == (2 if failing == "log" else 0)
+
+
 @pytest.mark.parametrize("close", [True, False], ids=["ended", "killed"])
 def test_tensorboard_never_repeats_a_step(tmp_path, close):
     config = TrainConfig(logger=LoggerConfig(tensorboard=True))

@@ -134,18 +134,19 @@ def test_padding_changes_nothing_and_idle_experts_get_nothing(recipe):
         torch.testing.assert_close(grads[1][name], gradient, rtol=1e-5, atol=1e-8, msg=name)
 
 
-def _idle_rank(recipe: str) -> list[float]:
+def _idle_rank(recipe: str | None, dtype: str) -> list[float]:
     """All tokens choose the same two experts in the first layer: at least one of four ranks gets none."""
-    run = make_run(recipe, 1, 4)
+    run = make_run(recipe, 1, 4, dtype=dtype)
     run.batch = lambda step, rank: {key: torch.full((2, TOKENS // 2), 7) for key in ("input_ids", "shift_labels")}
     losses = run.train(1, 3)
     assert all(local_tensor(parameter.grad or parameter).isfinite().all() for parameter in run.parameters)
     return losses
 
 
-@pytest.mark.parametrize("recipe", ["DelayedScaling", "NVFP4BlockScaling"])
-def test_a_rank_without_tokens_does_not_hang(recipe):
-    losses = run_on_ranks(_idle_rank, 4, recipe)[0]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recipe", [None, "DelayedScaling", "NVFP4BlockScaling"])
+def test_a_rank_without_tokens_does_not_hang(recipe, dtype):
+    losses = run_on_ranks(_idle_rank, 4, recipe, dtype)[0]
     assert losses[2] < losses[0] and losses[2] == losses[2]
 
 

@@ -58,6 +58,38 @@ def test_what_cannot_be_read_is_said(tmp_path):
         plot_run.main([str(folder)])
 
 
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"step": 1, "loss": null}', "nothing to draw"),
+        ('{"step": 1, "loss": NaN, "grad_norm": Infinity}', "nothing to draw"),
+        ('{"step": 1, "loss": null, "tokens_per_expert_cv": []}', "nothing to draw"),
+    ],
+)
+def test_runs_without_a_value(tmp_path, line, message):
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(SystemExit, match=message):
+        plot_run.main([str(tmp_path), "--out", str(tmp_path / "x.png")])
+
+
+def test_odd_files_and_places(tmp_path, capsys):
+    run = write_run(tmp_path / "a$\\frac$b", [1.0, 2.0])
+    plot_run.main([str(run), "--out", str(tmp_path / "x.png")])
+    for out, message in ((tmp_path, "must end in .png"), (tmp_path / "x.html", "must end in .png")):
+        with pytest.raises(SystemExit):
+            plot_run.main([str(run), "--out", str(out)])
+        assert message in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="cannot be written"):
+        plot_run.main([str(run), "--out", str(tmp_path / "file" / "x.png")])
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    with pytest.raises(SystemExit, match="nothing to draw"):
+        plot_run.main([str(run), "--x", "tokens", "--out", str(tmp_path / "x.png")])
+    (run / "config.yaml").write_text("a: [")
+    with pytest.raises(SystemExit, match=r"config\.yaml: no YAML"):
+        plot_run.main([str(run), "--out", str(tmp_path / "x.png")])
+
+
 # --- Telling runs apart -----------------------------------------------------------------------------------------------
 
 

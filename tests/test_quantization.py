@@ -7,6 +7,7 @@ import torch
 
 import te_reference
 from config import ConfigError, TrainConfig
+from config_rules import find_problems
 from low_precision import SHAPE, Run, make_config
 from modeling_llama_te import NVLlamaConfig
 from modeling_mixtral_te import NVMixtralConfig
@@ -162,6 +163,14 @@ def test_the_fused_mlp_runs_mxfp8_only():
         with pytest.raises(ConfigError, match=f"layers in {layers}"):
             plan_precision(compose_config([*overrides, "te_backend=reference"]), model_config, CPU, 1, 1)
     assert plan_precision(compose_config([*mxfp8, "te_backend=reference"]), model_config, CPU, 1, 1).enabled
+
+
+def test_scales_of_each_rank_cannot_be_saved():
+    overrides = [*FP8, "+fp8_config.fp8_recipe_kwargs.reduce_amax=false"]
+    assert not find_problems(compose_config(overrides), 2)
+    config = compose_config([*overrides, "checkpoint.ckpt_dir=x"])  # where a preempted run saves
+    assert not find_problems(config, 1)
+    assert "every rank scales of its own" in find_problems(config, 2)[0]
 
 
 def test_experts_that_te_cannot_run():
