@@ -15,6 +15,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationValidationError
 
 from config_low_precision import FP4Config, FP8Config, QuantStatsConfig
 from config_rules import find_problems
@@ -264,7 +265,13 @@ def load_config(
     Raises:
         ConfigError: with every problem found.
     """
-    config = OmegaConf.to_object(cfg)
+    try:
+        config = OmegaConf.to_object(cfg)
+    except InterpolationValidationError as error:
+        key, source = error.full_key, OmegaConf.to_container(cfg, resolve=False)[error.full_key]
+        needed = source.strip("${}")
+        problem = f"{key} takes the value of {needed}, which has none: give {needed}=... on the command line."
+        raise ConfigError([problem]) from None
     assert isinstance(config, TrainConfig)
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     if overrides is None:

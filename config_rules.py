@@ -138,6 +138,14 @@ def check_layout(rules: Rules, config: "TrainConfig", world_size: int) -> None:
     rules.at_least("parallelism.ep_size", config.parallelism.ep_size, 1)
     if 0 not in (config.parallelism.dp_size, config.parallelism.ep_size):
         dp_size, ep_size = config.parallelism.sizes(world_size)
+        given = config.parallelism.dp_size or config.parallelism.ep_size or 1
+        if None in (config.parallelism.dp_size, config.parallelism.ep_size):
+            rules.require(
+                world_size % given == 0,
+                f"parallelism: {given} ranks do not divide the world size {world_size}: start a multiple of {given} "
+                "processes.",
+            )
+            return
         rules.require(
             dp_size * ep_size == world_size,
             f"parallelism.dp_size * ep_size = {dp_size} * {ep_size} is not the world size {world_size}: start that "

@@ -86,32 +86,47 @@ class NVMixtralConfig(MixtralConfig):
         Raises:
             ValueError: a field that no layer can honour.
         """
-        problems = decoder_problems(self)
-        if not 1 <= self.num_experts_per_tok <= self.num_local_experts:
-            problems.append(
-                f"num_experts_per_tok={self.num_experts_per_tok} must be between 1 and num_local_experts="
-                f"{self.num_local_experts}."
-            )
-        if self.hidden_size % 16 or self.intermediate_size % 16:
-            problems.append(
-                f"hidden_size={self.hidden_size} and intermediate_size={self.intermediate_size} must be multiples of "
-                "16: the grouped products need it."
-            )
-        if self.attention_dropout or self.router_jitter_noise:
-            problems.append("attention_dropout and router_jitter_noise must be 0: the layers have none.")
-        if self.sliding_window is not None and self.sliding_window < self.max_position_embeddings:
-            problems.append(
-                f"sliding_window={self.sliding_window}: the layers attend to all earlier tokens; set it to null."
-            )
-        for name in ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate"):
-            if getattr(self, name) < 0:
-                problems.append(f"{name}={getattr(self, name)} must be at least 0.")
-        if self.expert_token_alignment < 1:
-            problems.append(f"expert_token_alignment={self.expert_token_alignment} must be at least 1.")
-        if self.fused_grouped_mlp:
-            problems += [f"fused_grouped_mlp=true cannot run: {reason}" for reason in fused_grouped_mlp_obstacles(self)]
+        problems = decoder_problems(self) + number_problems(self) or mixtral_problems(self)
         if problems:
             raise ValueError("invalid model config:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def number_problems(config: NVMixtralConfig) -> list[str]:
+    """Fields of Mixtral's own that are not the numbers they should be."""
+    problems = []
+    for name in ("num_experts_per_tok", "num_local_experts", "expert_token_alignment"):
+        value = getattr(config, name)
+        if not (isinstance(value, int) and value >= 1):
+            problems.append(f"{name}={value!r} must be a whole number of at least 1.")
+    for name in ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate"):
+        value = getattr(config, name)
+        if not (isinstance(value, (int, float)) and value >= 0):
+            problems.append(f"{name}={value!r} must be a number of at least 0.")
+    return problems
+
+
+def mixtral_problems(config: NVMixtralConfig) -> list[str]:
+    """Broken rules between the fields."""
+    problems = []
+    if config.num_experts_per_tok > config.num_local_experts:
+        problems.append(
+            f"num_experts_per_tok={config.num_experts_per_tok} must be at most num_local_experts="
+            f"{config.num_local_experts}."
+        )
+    if config.hidden_size % 16 or config.intermediate_size % 16:
+        problems.append(
+            f"hidden_size={config.hidden_size} and intermediate_size={config.intermediate_size} must be multiples of "
+            "16: the grouped products need it."
+        )
+    if config.attention_dropout or config.router_jitter_noise:
+        problems.append("attention_dropout and router_jitter_noise must be 0: the layers have none.")
+    if config.sliding_window is not None and config.sliding_window < config.max_position_embeddings:
+        problems.append(
+            f"sliding_window={config.sliding_window}: the layers attend to all earlier tokens; set it to null."
+        )
+    if config.fused_grouped_mlp:
+        problems += [f"fused_grouped_mlp=true cannot run: {reason}" for reason in fused_grouped_mlp_obstacles(config)]
+    return problems
 
 
 def fused_grouped_mlp_obstacles(config: NVMixtralConfig) -> list[str]:

@@ -137,10 +137,17 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def differing_values(runs: list[Run]) -> dict[str, list[str]]:
-    """Config values that are not the same in all runs: key -> one text per run, ``-`` where it has no such key."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if not key.startswith(NOT_TRAINING))
-    values = {key: [as_typed(run.config.get(key, "-")) for run in runs] for key in keys}
+    """Config values that are not the same in all runs: key -> one text per run, ``-`` where it has no such key, or its
+    section is off. What turns sections on comes first."""
+    found = (key for run in runs for key in run.config if not key.startswith(NOT_TRAINING))
+    keys = sorted(dict.fromkeys(found), key=lambda key: not key.endswith(".enabled"))
+    values = {key: [as_typed(value_in_use(run.config, key)) for run in runs] for key in keys}
     return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
+
+
+def value_in_use(config: dict[str, Any], key: str) -> Any:
+    switch = f"{key.split('.')[0]}.enabled"
+    return "-" if key != switch and config.get(switch) is False else config.get(key, "-")
 
 
 def as_typed(value: Any) -> str:

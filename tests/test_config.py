@@ -101,3 +101,10 @@ def test_resolved_config_is_complete(tmp_path):
     save_resolved(config, tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
     assert "num_shards: 48" in text and "attn_input_format: bshd" in text
+
+
+def test_a_preset_that_needs_a_value_says_which():
+    with pytest.raises(
+        ConfigError, match="config_name_or_path takes the value of init_from_pretrained, which has none"
+    ):
+        compose_config([], name="L0_finetune")

@@ -273,7 +273,7 @@ def test_script_runs_resumes_elsewhere_and_logs(tmp_path):
     "sizes, world_size, message",
     [
         ({"dp_size": 2, "ep_size": 2}, 2, "dp_size * ep_size = 2 * 2 is not the world size 2"),
-        ({"ep_size": 3}, 4, "1 * 3 is not the world size 4"),
+        ({"ep_size": 3}, 2, "3 ranks do not divide the world size 2"),
         ({"ep_size": 0}, 1, "ep_size=0 must be at least 1"),
         ({"dp_size": 0}, 1, "dp_size=0 must be at least 1"),
     ],

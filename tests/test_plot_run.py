@@ -107,6 +107,18 @@ def test_legend_has_the_values_that_differ(tmp_path):
     ]
 
 
+def test_a_section_that_is_off_says_nothing(tmp_path):
+    configs = [
+        {"fp8_config": {"fp8_recipe": "DelayedScaling", "enabled": True}, "fp4_config": {"enabled": False}},
+        {"fp8_config": {"fp8_recipe": "DelayedScaling", "enabled": False}, "fp4_config": {"enabled": True}},
+    ]
+    runs = plot_run.read_runs([write_run(tmp_path / str(i), [1.0], config) for i, config in enumerate(configs)])
+    assert plot_run.labels(runs) == [
+        "fp4_config.enabled=false, fp8_config.enabled=true, fp8_config.fp8_recipe=DelayedScaling",
+        "fp4_config.enabled=true, fp8_config.enabled=false, fp8_config.fp8_recipe=-",
+    ]
+
+
 def test_legend_has_names_where_values_do_not_tell(tmp_path):
     assert make_labels(tmp_path / "same", {"seed": 1}, {"seed": 1}) == ["run0/train_ddp", "run1/train_ddp"]
     assert make_labels(tmp_path / "one", {"seed": 1}) == ["run0/train_ddp"]
