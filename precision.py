@@ -27,9 +27,14 @@ class PrecisionPlan:
         return tuple(None if recipe is None else "fp4" if recipe.nvfp4() else "fp8" for recipe in self.recipes)
 
     @property
+    def first_recipe(self) -> Any | None:
+        """Of the first layer that has one; None: no layer has."""
+        return next((recipe for recipe in self.recipes if recipe is not None), None)
+
+    @property
     def enabled(self) -> bool:
         """Whether any layer has a recipe."""
-        return any(recipe is not None for recipe in self.recipes)
+        return self.first_recipe is not None
 
     @property
     def pad_to_multiple(self) -> int:
@@ -60,14 +65,14 @@ class PrecisionPlan:
         moves every history on by one step. Its recipe is that of the first layer that has one: TE lets the first
         module that quantises also update the gradients' scales, and forgets at the exit of a nested scope that one did.
         """
-        first = next((recipe for recipe in self.recipes if recipe is not None), None)
-        return nullcontext() if first is None else self.te.autocast(enabled=True, recipe=first)
+        return self.te.autocast(enabled=True, recipe=self.first_recipe) if self.enabled else nullcontext()
 
     def layer(self, index: int) -> AbstractContextManager:
         """Surrounds the forward pass of layer ``index`` (from 0) inside :meth:`region`: its own recipe, if another."""
         recipe = self.recipes[index]
-        first = next((recipe for recipe in self.recipes if recipe is not None), None)
-        return nullcontext() if recipe is first else self.te.autocast(enabled=recipe is not None, recipe=recipe)
+        if recipe is self.first_recipe:
+            return nullcontext()
+        return self.te.autocast(enabled=recipe is not None, recipe=recipe)
 
     def micro_batch_kwargs(self, index: int, grad_acc_steps: int) -> dict[str, bool]:
         """What the model's forward pass is told about micro-batch ``index`` of a step, on a model that is not sharded:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import te_backend
+from comparison import relative_error
 from config import ConfigError, ParallelismConfig
 from dist_utils import run_script
 from low_precision import Run, make_config
@@ -63,10 +64,6 @@ def make_batch(layout: str = "bshd", seed: int = 0) -> dict:
     offsets = torch.tensor([0, 1, 300, 301, 700, 1000, 1024], dtype=torch.int32, device="cuda")
     lengths = {"max_length_q": 512, "max_length_k": 512}
     return {"input_ids": tokens, "labels": tokens, "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, **lengths}
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 @pytest.mark.parametrize("layout", ["bshd", "thd"])

@@ -5,6 +5,7 @@ import torch
 
 import te_backend
 import te_reference
+from comparison import relative_error
 from dist_utils import run_script
 from distributed import local_tensor
 from low_precision import Run, make_config
@@ -38,10 +39,6 @@ def runnable(*names: str) -> list[str]:
 
 def make_run(backend: str, recipe: str | None, **options) -> Run:
     return Run(make_config(recipe, te_backend=backend, dtype="bfloat16", **options), shape=TE_SHAPE, device="cuda")
-
-
-def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def test_hardware_table_is_te_s():
@@ -90,7 +87,7 @@ def test_linear_agrees(recipe, split_accumulation):
     actual, expected = (
         linear_products(backend, recipe, split_accumulation) for backend in ("transformer_engine", "reference")
     )
-    errors = [relative(a, e) for a, e in zip(actual, expected)]
+    errors = [relative_error(a, e) for a, e in zip(actual, expected)]
     print(f"{recipe}, split accumulation {split_accumulation}: forward, dgrad, wgrad: {errors}")
     assert max(errors[1:]) < 1e-3
     short_sums = not split_accumulation and recipe in ("DelayedScaling", "Float8CurrentScaling")
@@ -121,7 +118,7 @@ def test_quantised_init(recipe, use_meta_device):
         assert torch.equal(run.optimizer.state[parameter]["master_param"], plain[name].float())
         assert local_tensor(parameter).get_high_precision_init_val() is None
         if recipe != "DelayedScaling":
-            assert 0 < relative(dequantized(parameter), plain[name]) < 0.04
+            assert 0 < relative_error(dequantized(parameter), plain[name]) < 0.04
 
 
 @pytest.mark.parametrize("recipe", runnable("DelayedScaling", "Float8CurrentScaling"))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import te_backend
+from comparison import relative_error
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 from weight_init import initialize_weights
 
@@ -57,10 +58,6 @@ def make_batch(attn_input_format: str, seed: int = 0) -> dict:
         "cu_seq_lens_k": cu_seqlens,
         **lengths,
     }
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 @pytest.mark.parametrize("attn_input_format", ["bshd", "thd"])
