@@ -35,6 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from transformers import MixtralConfig
 
+from distributed import HostCopy
 from phases import phase
 
 
@@ -84,6 +85,8 @@ class LocalTokens(NamedTuple):
     """bool."""
     tokens_per_expert_e: torch.Tensor
     """int64."""
+    counts: HostCopy
+    """``tokens_per_expert_e`` on its way to the host."""
     num_pairs: int
     """Sum of ``tokens_per_expert_e``, known to the host."""
 
@@ -117,6 +120,7 @@ class TokenDispatcher:
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self._group)
             tokens_per_expert_e = received[:, 1:].sum(0)
+            expert_counts = HostCopy(tokens_per_expert_e)
             # The host waits for the device here.
             counts = torch.cat((sent[:, 0], received[:, 0], tokens_per_expert_e.sum(0, keepdim=True))).tolist()
             send_counts, receive_counts, num_pairs = counts[:ranks], counts[ranks : 2 * ranks], counts[-1]
@@ -129,7 +133,8 @@ class TokenDispatcher:
             marked_RE = all_to_all_rows(marked, receive_counts, send_counts, self._group)
             marked_Re = marked_RE[:, self._rank * e : (self._rank + 1) * e]
             map_Re = marked_Re >= 0
-            tokens = LocalTokens(rows_RD, torch.where(map_Re, marked_Re, 0.0), map_Re, tokens_per_expert_e, num_pairs)
+            weights_Re = torch.where(map_Re, marked_Re, 0.0)
+            tokens = LocalTokens(rows_RD, weights_Re, map_Re, tokens_per_expert_e, expert_counts, num_pairs)
             return tokens, DispatchState(row_id_map, send_counts, receive_counts, x_TD.shape[0])
 
     @torch.compiler.disable

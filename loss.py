@@ -60,18 +60,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = torch.as_tensor(num_items, device=hidden_TD.device, dtype=torch.float32).reciprocal()
         loss = torch.zeros((), device=hidden_TD.device, dtype=torch.float32)
         grad_hidden_TD = torch.empty_like(hidden_TD) if with_gradient else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if with_gradient else None
-        for hidden_cD, targets_c, grad_cD in zip(
+        grad_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32) if with_gradient else None
+        chunks = zip(
             hidden_TD.split(chunk_tokens),
             targets_T.split(chunk_tokens),
             grad_hidden_TD.split(chunk_tokens) if with_gradient else [None] * num_tokens,
             strict=False,
-        ):
+        )
+        for index, (hidden_cD, targets_c, grad_cD) in enumerate(chunks):
             logits_cV = hidden_cD @ weight_VD.t()
             loss += softmax_gradient_(logits_cV, targets_c, scale)
             if with_gradient:
                 torch.mm(logits_cV, weight_VD, out=grad_cD)
-                _add_product(grad_weight_VD, logits_cV, hidden_cD)
+                _add_product(grad_weight_VD, logits_cV, hidden_cD, beta=min(index, 1))
         if with_gradient:
             ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
             ctx.weight_dtype = weight_VD.dtype
@@ -93,14 +94,12 @@ def _scaled_cast(source: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) 
     return torch.mul(source, scale, out=torch.empty_like(source, dtype=dtype))
 
 
-def _add_product(total_VD: torch.Tensor, dz_cV: torch.Tensor, hidden_cD: torch.Tensor) -> None:
-    """total += dz^T h with an FP32 sum."""
-    if total_VD.dtype == dz_cV.dtype:
-        total_VD.addmm_(dz_cV.t(), hidden_cD)
-    elif total_VD.is_cuda:
-        torch.addmm(total_VD, dz_cV.t(), hidden_cD, out_dtype=torch.float32, out=total_VD)
+def _add_product(total_VD: torch.Tensor, dz_cV: torch.Tensor, hidden_cD: torch.Tensor, beta: int) -> None:
+    """total = beta total + dz^T h with an FP32 sum; with beta = 0 whatever ``total`` was."""
+    if total_VD.is_cuda and total_VD.dtype != dz_cV.dtype:
+        torch.addmm(total_VD, dz_cV.t(), hidden_cD, out_dtype=torch.float32, beta=beta, out=total_VD)
     else:
-        total_VD.addmm_(dz_cV.t().float(), hidden_cD.float())
+        total_VD.addmm_(dz_cV.t().to(total_VD.dtype), hidden_cD.to(total_VD.dtype), beta=beta)
 
 
 def linear_cross_entropy(

@@ -10,8 +10,8 @@ grouped operations (``te.ops``) over the rows sorted by expert; the weight is ap
 Low precision: both products of an expert in its layer's recipe; the router, its inputs and weights stay in high
 precision. The rows of every expert are padded with zeros to what the recipe needs: they add nothing to any gradient.
 
-Host syncs: with one ep rank none here. TE's grouped products read the tokens per expert on the host, once per product,
-where cuBLAS has no grouped kernel that reads them on the device; padding (``alignment`` > 1) reads the padded total.
+Host syncs: before Blackwell TE's grouped products read the tokens per expert on the host. They get there once per layer
+and forward pass, while the device permutes the rows (:class:`SplitSizes`). Padding (``alignment`` > 1) reads them too.
 """
 
 import math
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import MixtralConfig
 
 import te_backend
+from distributed import HostCopy
 from expert_parallel import LocalTokens, TokenDispatcher
 from precision import PrecisionPlan
 from quantized_parameters import is_quantized
@@ -34,6 +35,27 @@ from te_reference.emulated_linear import packed
 
 
 FUSED_MLP_INTERLEAVE = 32  # TE's fused kernel wants blocks of 32 gate rows and 32 up rows in turn
+
+
+class SplitSizes(torch.Tensor):
+    """Rows per expert, int64 [e] on the device, whose values the host has as well.
+
+    TE's products take them from ``tolist``, two in every forward and two in every backward pass, each of which would
+    wait for the device.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    values: list[int]
+
+    @classmethod
+    def known(cls, splits_e: torch.Tensor, values: list[int]) -> "SplitSizes":
+        """``splits_e`` with its values."""
+        self = splits_e.as_subclass(cls)
+        self.values = values
+        return self
+
+    def tolist(self) -> list[int]:
+        return list(self.values)
 
 
 class RouterStatistics(NamedTuple):
@@ -283,7 +305,8 @@ class Experts(nn.Module):
                 tokens.rows_RD, tokens.weights_Re, tokens.map_Re, tokens.num_pairs
             )
             pad_offsets, splits_e = None, tokens.tokens_per_expert_e
-        y = self._run(rows, splits_e, weights)
+        values = [-(-count // self.alignment) * self.alignment for count in tokens.counts.read().tolist()]
+        y = self._run(rows, SplitSizes.known(splits_e, values), weights)
         return self._te.moe_unpermute(y, row_id_map, restore_shape=tokens.rows_RD.shape, pad_offsets=pad_offsets)
 
     @torch.no_grad()
@@ -368,8 +391,9 @@ class MixtureOfExperts(nn.Module):
         """[T, D] -> [T, D]."""
         weights_TE, map_TE, statistics = self.gate(x_TD, token_mask_T)
         if self._dispatcher is None:
-            num_pairs = x_TD.shape[0] * self._top_k
-            tokens = LocalTokens(x_TD, weights_TE, map_TE, map_TE.sum(0), num_pairs)
+            num_pairs, tokens_per_expert_E = x_TD.shape[0] * self._top_k, map_TE.sum(0)
+            counts = HostCopy(tokens_per_expert_E)
+            tokens = LocalTokens(x_TD, weights_TE, map_TE, tokens_per_expert_E, counts, num_pairs)
             return self.experts(tokens), statistics
         tokens, state = self._dispatcher.dispatch(x_TD, weights_TE, map_TE)
         return self._dispatcher.combine(self.experts(tokens), state), statistics

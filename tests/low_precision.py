@@ -39,6 +39,7 @@ def make_config(
     qinit: bool = False,
     preserve: bool = False,
     folder: str | None = None,
+    lr: float = 1e-2,
     **options,
 ) -> TrainConfig:
     """A config whose layers all run in ``recipe`` (None: high precision).
@@ -60,7 +61,7 @@ def make_config(
         fp8_config=fp8_config,
         fp4_config=FP4Config(enabled=fp4),
         dataset=DatasetConfig(load_dataset_kwargs={"path": "unused"}),
-        adamw_kwargs=AdamWConfig(lr=1e-2),
+        adamw_kwargs=AdamWConfig(lr=lr),
         lr_scheduler_kwargs=SchedulerConfig(num_warmup_steps=1, num_decay_steps=20),
         checkpoint=CheckpointConfig(ckpt_dir=folder),
         **options,

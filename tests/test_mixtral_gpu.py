@@ -76,12 +76,28 @@ def test_logits_and_gradients_agree(layout, alignment):
     assert (te_output.tokens_per_expert_LE - reference_output.tokens_per_expert_LE).abs().sum() < 0.01 * 2 * 3 * 1024
     assert relative_error(te_output.logits, reference_output.logits) < 2e-2
     assert te_output.aux_loss.item() == pytest.approx(reference_output.aux_loss.item(), rel=5e-3)
-    for output in outputs.values():
-        output.loss.backward()
-    te_parameters = dict(models["transformer_engine"].named_parameters())
-    for name, parameter in models["reference"].named_parameters():
-        limit = 0.1 if "mlp." in name else 5e-2  # a few tokens routed otherwise move an expert's gradient
-        assert relative_error(te_parameters[name].grad, parameter.grad) < limit, name
+    check_against_fp32(models, outputs, make_batch(layout))
+
+
+def check_against_fp32(models: dict, outputs: dict, batch: dict) -> None:
+    """Logits and every gradient of TE are about as close to the same weights in FP32 as those of the reference are.
+
+    A few tokens choose another expert than in FP32, other ones in either backend, and move the gradients by some
+    percent; a bound on TE against the reference would be one on those choices.
+    """
+    exact = build("reference", "thd" if "cu_seq_lens_q" in batch else "bshd").float()
+    exact_output = exact(**batch, output_logits=True)
+    exact_output.loss.backward()
+    for backend in BACKENDS:
+        models[backend].zero_grad()
+        outputs[backend].loss.backward()
+    errors = {}
+    for backend in BACKENDS:
+        parameters = dict(models[backend].named_parameters())
+        errors[backend] = {name: relative_error(parameters[name].grad, p.grad) for name, p in exact.named_parameters()}
+        errors[backend]["logits"] = relative_error(outputs[backend].logits, exact_output.logits)
+    for name, error in errors["reference"].items():
+        assert errors["transformer_engine"][name] < 2 * error, name
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
@@ -118,19 +134,12 @@ def test_grouped_linear_agrees_in_fp8(recipe):
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_logits_and_gradients_agree_in_fp8(recipe):
-    """Looser than in BF16: one BF16 step may turn an FP8 rounding, which is 16 times as coarse."""
     models = {backend: build(backend, recipe=recipe) for backend in BACKENDS}
     for _ in range(2):  # delayed scaling: the second step has scales
         outputs = {backend: model(**make_batch(), output_logits=True) for backend, model in models.items()}
-        for backend, output in outputs.items():
-            models[backend].zero_grad()
-            output.loss.backward()
+        check_against_fp32(models, outputs, make_batch())
     te_output, reference_output = outputs["transformer_engine"], outputs["reference"]
-    assert relative_error(te_output.logits, reference_output.logits) < 5e-2
     assert te_output.lm_loss.item() == pytest.approx(reference_output.lm_loss.item(), rel=5e-3)
-    te_parameters = dict(models["transformer_engine"].named_parameters())
-    for name, parameter in models["reference"].named_parameters():
-        assert relative_error(te_parameters[name].grad, parameter.grad) < 0.2, name
     scales = {backend: delayed_scaling_tensors(model) for backend, model in models.items()}
     assert scales["transformer_engine"].keys() == scales["reference"].keys()
     for name, scale in scales["reference"].items():
@@ -138,7 +147,7 @@ def test_logits_and_gradients_agree_in_fp8(recipe):
             torch.testing.assert_close(scales["transformer_engine"][name], scale, rtol=0.1, atol=0, msg=name)
 
 
-def make_run(backend: str, recipe: str, qinit: bool = False, **options) -> Run:
+def make_run(backend: str, recipe: str | None, qinit: bool = False, **options) -> Run:
     config = make_config(recipe, te_backend=backend, qinit=qinit, preserve=qinit, dtype="bfloat16", **options)
     config.use_fp32_master_weights = True
     return Run(config, "ep", SHAPE | {"vocab_size": 64}, device="cuda")
@@ -154,7 +163,9 @@ def runnable(*recipes: str) -> list[str]:
 @pytest.mark.parametrize("qinit", [False, True])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_fp8_training_agrees(recipe, qinit):
-    losses = {backend: make_run(backend, recipe, qinit).train(1, 20) for backend in BACKENDS}
+    """At a learning rate at which a last bit stays one: at ten times it the loss rises first, and two runs of the
+    reference whose weights differ by one BF16 step in 2 % of the elements are 19 % apart after 20 steps."""
+    losses = {backend: make_run(backend, recipe, qinit, lr=2.5e-4).train(1, 20) for backend in BACKENDS}
     assert losses["reference"][-1] < 0.9 * losses["reference"][0]
     assert losses["transformer_engine"] == pytest.approx(losses["reference"], rel=3e-2)
 
@@ -184,7 +195,7 @@ def test_fifty_training_steps_agree():
         model = build(backend)
         # FP32 masters: without them a last bit decides whether a BF16 weight moves at all.
         te = te_backend.resolve(backend)
-        optimizer = te.optimizers.FusedAdam(model.parameters(), lr=3e-4, master_weights=True)
+        optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-4, master_weights=True)
         losses[backend] = []
         for step in range(50):
             output = model(**make_batch(seed=step))

@@ -1,5 +1,7 @@
 """Low precision on TransformerEngine, against the emulation, on a GPU that has FP8."""
 
+from statistics import mean
+
 import pytest
 import torch
 
@@ -99,11 +101,17 @@ def test_linear_agrees(recipe, split_accumulation):
 def test_training_agrees(recipe, qinit):
     if qinit and recipe == "Float8BlockScaling":
         pytest.skip("quantised init is refused for it")
-    options = {"qinit": qinit, "preserve": qinit, "use_fp32_master_weights": True}
-    losses = {name: make_run(name, recipe, **options).train(1, 30) for name in ("transformer_engine", "reference")}
-    assert losses["reference"][-1] < 0.9 * losses["reference"][0]
-    for te_loss, reference_loss in zip(*losses.values()):
-        assert te_loss == pytest.approx(reference_loss, rel=2e-2)
+    options = {"use_fp32_master_weights": True, "lr": 2.5e-4}
+    high_precision = make_run("reference", None, **options).train(1, 30)
+    options |= {"qinit": qinit, "preserve": qinit}
+    te_losses, losses = (make_run(name, recipe, **options).train(1, 30) for name in ("transformer_engine", "reference"))
+    assert losses[-1] < 0.9 * losses[0]
+    # Two runs that round the same operands alike, but for a last bit here and there: closer together than the recipe is
+    # to BF16, in every step.
+    effect = max(abs(loss / expected - 1) for loss, expected in zip(losses, high_precision))
+    assert 1e-3 < effect < 0.2
+    assert te_losses == pytest.approx(losses, rel=effect)
+    assert mean(te_losses) == pytest.approx(mean(losses), rel=5e-3)
 
 
 @pytest.mark.parametrize("use_meta_device", [True, False])
@@ -142,10 +150,12 @@ def test_resume(tmp_path, recipe, qinit):
     run.train(1, 5)
     run.checkpointer.save(5, {})
     expected = run.train(6, 8)
+    # Copies: TE updates the scales of all models of the process when one of them has run.
+    before = {name: tensor.clone() for name, tensor in delayed_scaling_tensors(run.model).items()}
     resumed = make_run("transformer_engine", recipe, **options)
     assert resumed.checkpointer.load().step == 5
     assert resumed.train(6, 8) == pytest.approx(expected, rel=1e-3)
-    before, after = delayed_scaling_tensors(run.model), delayed_scaling_tensors(resumed.model)
+    after = delayed_scaling_tensors(resumed.model)
     assert (len(before) > 0) == (recipe == "DelayedScaling")
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor, rtol=2e-2, atol=1e-4)
@@ -209,7 +219,9 @@ def test_statistics(tmp_path, backend):
     assert rows[backend].keys() == rows["reference"].keys()
     for key, value in rows[backend].items():
         if key[1] == "000000" and "scale_inv" in key[0]:
-            assert value == pytest.approx(rows["reference"][key], rel=2e-2), key
+            # Of single extreme elements. A gradient may have been rounded to the next E5M2 value on its way.
+            limit = 2**-3 if "gradient" in key[0] else 2e-2
+            assert value == pytest.approx(rows["reference"][key], rel=limit), key
 
 
 def test_reference_namespace_is_te_s():
