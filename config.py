@@ -35,7 +35,8 @@ class ConfigError(ValueError):
 @dataclass
 class DatasetConfig:
     tokenizer_name_or_path: str = "./tokenizers/nucleotide_fast_tokenizer"
-    """Folder or Hub name, for ``AutoTokenizer.from_pretrained``."""
+    """Folder or Hub name, for ``AutoTokenizer.from_pretrained``. Documents end as the tokenizer ends a text
+    (Llama-3's: without EOS), or with EOS where its tokenizer_config.json has ``closes_documents`` (windows.py)."""
     load_dataset_kwargs: dict[str, Any] = field(default_factory=dict)
     """``path``: a Parquet file, a glob or a folder of them (then nothing else but ``split: train`` and ``streaming``),
     or a Hugging Face data set name (then the rest goes to ``datasets.load_dataset``)."""

@@ -41,6 +41,8 @@ def build_model_config(
 ) -> PretrainedConfig:
     """The model config that a run trains: of ``te_class``, or plain ``LlamaConfig`` with ``use_te=false``.
 
+    Its BOS and EOS are the tokenizer's, unless ``config_kwargs`` names them.
+
     Raises:
         ValueError: a model of another kind, the vocabulary cannot hold the tokenizer's ids, windows exceed the model's
             positions, a field that the layers cannot honour, or head counts that ``cp_comm_type`` cannot hand out.
@@ -73,6 +75,11 @@ def build_model_config(
     unknown = [key for key in overrides if not hasattr(config_class(), key)]
     if unknown:
         raise ValueError(f"config_kwargs: {', '.join(unknown)}: {config_class.__name__} has no such field.")
+    # A shape may come from a model of other texts, and the final model's generate stops at the config's EOS.
+    for name in ("bos_token_id", "eos_token_id"):
+        own, known = getattr(tokenizer, name), getattr(model_config, name)
+        if own is not None and name not in overrides and own not in (known if isinstance(known, list) else [known]):
+            setattr(model_config, name, own)
     if model_config.vocab_size < len(tokenizer):
         raise ValueError(
             f"vocab_size={model_config.vocab_size} is smaller than the tokenizer's {len(tokenizer)} ids: set "

@@ -1,11 +1,14 @@
 """Records -> tokens -> windows.
 
-A window is what the model sees at once: the tokenizer's prefix (BOS), then a stretch of the record, and the suffix
-(EOS) where the record ends. It holds up to ``max_seq_length`` tokens; consecutive windows of a record share ``stride``
-tokens of the record. With max_seq_length=6, stride=1 and the record ``abcdefg``:
+A window is what the model sees at once: the prefix (BOS), then a stretch of the record, and the suffix (EOS) where the
+record ends. It holds up to ``max_seq_length`` tokens; consecutive windows of a record share ``stride`` tokens of the
+record. With max_seq_length=6, stride=1 and the record ``abcdefg``:
 
     BOS a b c d e
                 BOS e f g EOS
+
+Prefix and suffix are what the tokenizer puts around a text. One that leaves a text open, as ``generate`` needs it, may
+still have records closed with its EOS: by ``"closes_documents": true`` in its tokenizer_config.json.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+
+
+CLOSES_DOCUMENTS = "closes_documents"
+"""Key of tokenizer_config.json."""
 
 
 def is_byte_identity(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -32,7 +39,7 @@ class WindowCutter:
     """Tokens and windows of one record.
 
     Attributes:
-        prefix, suffix: what the tokenizer puts before and after a text; int64 arrays, possibly empty.
+        prefix, suffix: what stands before every window and after a record; int64 arrays, possibly empty.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, stride: int):
@@ -43,7 +50,7 @@ class WindowCutter:
             stride: tokens that consecutive windows share.
 
         Raises:
-            ValueError: if windows would not advance.
+            ValueError: if windows would not advance, or a tokenizer that closes documents has no EOS.
         """
         plain = tokenizer("ACGT", add_special_tokens=False)["input_ids"]
         framed = tokenizer("ACGT")["input_ids"]
@@ -51,7 +58,14 @@ class WindowCutter:
         if not places:
             raise ValueError(f"tokenizer {tokenizer.name_or_path!r} adds special tokens inside a text: not supported.")
         self.prefix = np.array(framed[: places[0]], dtype=np.int64)
-        self.suffix = np.array(framed[places[0] + len(plain) :], dtype=np.int64)
+        suffix = framed[places[0] + len(plain) :]
+        if not suffix and tokenizer.init_kwargs.get(CLOSES_DOCUMENTS):
+            if tokenizer.eos_token_id is None:
+                raise ValueError(
+                    f"tokenizer {tokenizer.name_or_path!r} has {CLOSES_DOCUMENTS}, but no eos_token: set it."
+                )
+            suffix = [tokenizer.eos_token_id]
+        self.suffix = np.array(suffix, dtype=np.int64)
         self.max_seq_length = max_seq_length
         self.stride = stride
         self._room = max_seq_length - len(self.prefix)

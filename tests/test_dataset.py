@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import dataset
 from config import TrainConfig
 from dataset import build_train_loader, build_validation_loader, load_tokenizer, merge_loader_states
+from windows import WindowCutter
 
 
 BOS, EOS = 2, 3
@@ -456,19 +457,22 @@ def test_nucleotide_tokenizer(nucleotides):
     assert [nucleotides.pad_token_id, nucleotides.bos_token_id, nucleotides.eos_token_id, nucleotides.unk_token_id] == [
         *(0, 2, 3, 26)
     ]
-    assert nucleotides("ACGTn")["input_ids"] == [2, 65, 67, 71, 84, 110, 3]
+    assert nucleotides("ACGTn")["input_ids"] == [2, 65, 67, 71, 84, 110]  # open, for generate
+    assert nucleotides("AC", "G")["input_ids"] == [2, 65, 67, 3, 2, 71]
     assert nucleotides.decode(nucleotides("ACGTn")["input_ids"], skip_special_tokens=True) == "ACGTn"
     text = "".join(map(chr, range(128))) + " Ünïcödé 𝄞\n\n x"
     ids = nucleotides(text, add_special_tokens=False)["input_ids"]
     assert ids == list(text.encode())
     assert nucleotides.decode(ids) == text
     batch = nucleotides(["AC", "ACGT"], padding=True)
-    assert batch["input_ids"] == [[2, 65, 67, 3, 0, 0], [2, 65, 67, 71, 84, 3]]
-    assert batch["attention_mask"] == [[1, 1, 1, 1, 0, 0], [1] * 6]
+    assert batch["input_ids"] == [[2, 65, 67, 0, 0], [2, 65, 67, 71, 84]]
+    assert batch["attention_mask"] == [[1, 1, 1, 0, 0], [1] * 5]
 
 
 def test_nucleotide_tokenizer_survives_saving(nucleotides, tmp_path):
     nucleotides.save_pretrained(str(tmp_path))
     again = AutoTokenizer.from_pretrained(str(tmp_path))
     assert again("ACGTN")["input_ids"] == nucleotides("ACGTN")["input_ids"]
+    cutter = WindowCutter(again, max_seq_length=16, stride=0)  # a run on the copy closes documents likewise
+    assert [cutter.prefix.tolist(), cutter.suffix.tolist()] == [[2], [3]]
     assert sorted(os.listdir(tmp_path)) == ["tokenizer.json", "tokenizer_config.json"]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -407,24 +406,58 @@ def test_generate_command_refuses(arguments, message, final_model, capsys):
     assert message in f"{error.value} {capsys.readouterr().err}"
 
 
-def test_a_converted_final_model_needs_transformers_alone(final_model, tmp_path):
+def run_elsewhere(code, tmp_path, *arguments):
+    """What a fresh interpreter prints that runs in another folder and cannot import the project."""
+    (tmp_path / "load.py").write_text(code)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "HF_MODULES_CACHE": str(tmp_path / "modules"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, "load.py", *map(str, arguments)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+CONTINUE_ELSEWHERE = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+for folder, trust in ((sys.argv[1], True), (sys.argv[2], False)):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
+    inputs = tokenizer("ACGT", return_tensors="pt")
+    sequence = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    prompt = inputs["input_ids"].tolist()
+    print(json.dumps([type(model).__name__, prompt, sequence[0, len(prompt[0]):].tolist()]))
+"""
+
+
+def test_plain_transformers_continue_a_prompt_as_generate_py_does(final_model, tmp_path, capsys):
+    """Nothing but AutoTokenizer and generate; of the converted folder without any code of this project."""
     convert_folder("te-to-hf", final_model, tmp_path / "hf")
     assert not list((tmp_path / "hf").glob("*.py"))
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    tokens = torch.tensor([[2, *b"ACGT"]])
-    sequences = [
-        model_class.from_pretrained(folder).generate(tokens, **options)
-        for model_class, folder in ((AutoModelForCausalLM, tmp_path / "hf"), (NVLlamaForCausalLM, final_model))
+    generate.main([str(final_model), "--prompt", "ACGT", "--max-new-tokens", "40", "--logprobs"])
+    expected = json.loads(capsys.readouterr().out)["tokens"]
+    lines = run_elsewhere(CONTINUE_ELSEWHERE, tmp_path, final_model, tmp_path / "hf")
+    assert [json.loads(line) for line in lines] == [
+        [name, [[2, *b"ACGT"]], expected] for name in ("NVLlamaForCausalLM", "LlamaForCausalLM")
     ]
-    assert torch.equal(*sequences)
 
 
 LOAD_ELSEWHERE = """
 import sys, torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 folder = sys.argv[1]
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder)
 inputs = {"input_ids": torch.tensor([[2, *b"ACGT"]]), "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
 tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None)
 assert "modeling_llama_te" not in sys.modules and "te_reference" not in sys.modules
@@ -438,25 +471,8 @@ print(type(model).__name__, tokens.tolist())
 
 
 def test_the_model_code_travels_with_the_weights(final_model, tmp_path):
-    """A fresh interpreter, in another folder, that cannot import the project."""
     model = NVLlamaForCausalLM.from_pretrained(final_model)
     tokens = torch.tensor([[2, *b"ACGT"]])
     expected = model.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=None)
-    (tmp_path / "load.py").write_text(LOAD_ELSEWHERE)
-    environment = {
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(tmp_path),
-        "HF_MODULES_CACHE": str(tmp_path / "modules"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    result = subprocess.run(
-        [sys.executable, "load.py", str(final_model), "saved_again"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == f"NVLlamaForCausalLM {expected.tolist()}"
+    lines = run_elsewhere(LOAD_ELSEWHERE, tmp_path, final_model, "saved_again")
+    assert lines[-1] == f"NVLlamaForCausalLM {expected.tolist()}"

@@ -19,8 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from config import TrainConfig
+from dataset import load_tokenizer
 from dist_utils import REPOSITORY, RanksFailed, run_on_ranks, run_script
 from modeling_llama_te import NVLlamaForCausalLM
+from training import build_model_config
 
 
 TINY = [
@@ -241,6 +244,20 @@ def test_convergence_config_overfits(tmp_path):
     run_script("train_fsdp2.py", ["--config-name", "L0_convergence", "logger.metrics_path=m.jsonl"], cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert rows[-1]["loss"] < 0.1
+
+
+@pytest.mark.parametrize(
+    "shape, config_kwargs, expected",
+    [
+        ("Llama-3.2-1B", {}, (2, 3)),  # its own are Llama-3's
+        ("Llama-3.2-1B", {"eos_token_id": 65}, (2, 65)),
+        ("llama-genome-tiny", {"eos_token_id": [10, 3]}, (2, [10, 3])),
+    ],
+)
+def test_the_model_stops_at_the_eos_of_its_tokenizer(shape, config_kwargs, expected):
+    config = TrainConfig(config_name_or_path=f"./model_configs/{shape}", config_kwargs=config_kwargs)
+    model_config = build_model_config(config, load_tokenizer(config.dataset.tokenizer_name_or_path))
+    assert (model_config.bos_token_id, model_config.eos_token_id) == expected
 
 
 # ---- Bad input, on every rank alike, before anything is written. ----

@@ -22,8 +22,9 @@ class FramingTokenizer:
 
     name_or_path = "framing"
 
-    def __init__(self, prefix: list[int], suffix: list[int], between: list[int] | None = None):
+    def __init__(self, prefix: list[int], suffix: list[int], between: list[int] | None = None, **init_kwargs):
         self.prefix, self.suffix, self.between = prefix, suffix, between or []
+        self.init_kwargs, self.eos_token_id = init_kwargs, init_kwargs.get("eos_token_id")
 
     def __len__(self):
         return 300
@@ -82,6 +83,24 @@ def test_windows_that_would_not_advance(nucleotides):
 def test_special_tokens_inside_a_text_are_refused():
     with pytest.raises(ValueError, match="inside a text"):
         WindowCutter(FramingTokenizer([BOS], [EOS], between=[5]), 6, 0)
+
+
+@pytest.mark.parametrize(
+    "suffix, init_kwargs, expected",
+    [
+        ([], {"closes_documents": True, "eos_token_id": EOS}, [EOS]),
+        ([], {"closes_documents": False, "eos_token_id": EOS}, []),
+        ([], {"eos_token_id": EOS}, []),  # Llama-3's
+        ([7, EOS], {"closes_documents": True, "eos_token_id": EOS}, [7, EOS]),  # not twice
+    ],
+)
+def test_what_closes_a_document(suffix, init_kwargs, expected):
+    assert WindowCutter(FramingTokenizer([BOS], suffix, **init_kwargs), 6, 0).suffix.tolist() == expected
+
+
+def test_no_eos_to_close_documents_with():
+    with pytest.raises(ValueError, match="closes_documents, but no eos_token"):
+        WindowCutter(FramingTokenizer([BOS], [], closes_documents=True), 6, 0)
 
 
 def test_byte_path_equals_the_tokenizer(nucleotides):

@@ -33,7 +33,7 @@ def byte_characters() -> dict[int, str]:
 
 
 def build() -> PreTrainedTokenizerFast:
-    """The tokenizer, with the template ``BOS text EOS``."""
+    """The tokenizer. BOS before a text, nothing after it: windows.py closes records (``closes_documents``)."""
     special = {ord(token): token for token in (PAD, BOS, EOS, UNK)}
     vocabulary = {character: byte for byte, character in (byte_characters() | special).items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=UNK))
@@ -41,8 +41,8 @@ def build() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special.values()])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=[BOS, "$A", EOS],
-        pair=[BOS, "$A", EOS, BOS, "$B", EOS],
+        single=[BOS, "$A"],
+        pair=[BOS, "$A", EOS, BOS, "$B"],
         special_tokens=[(BOS, ord(BOS)), (EOS, ord(EOS))],
     )
     return PreTrainedTokenizerFast(
@@ -53,6 +53,7 @@ def build() -> PreTrainedTokenizerFast:
         unk_token=UNK,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
+        closes_documents=True,
     )
 
 
