@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 import matplotlib
+import numpy as np
 import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -33,6 +34,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullForma
 # Sections of the config that say where a run writes, not how it trains.
 NOT_TRAINING = ("checkpoint.", "logger.", "wandb.", "profiler.")
 MOST_VALUES_IN_LEGEND = 4
+RECIPES = "transformer_engine.common.recipe."  # may be left out on the command line
 AXES_OF_X = {"step": ("step", "optimiser steps"), "tokens": ("consumed_tokens", "tokens trained on")}
 
 
@@ -59,7 +61,7 @@ class Panel:
     key: str
     """In the metrics file. A list, one value per layer, is drawn as its mean in a band from least to largest."""
     scale: str = "linear"
-    """linear; zero: linear from zero on; log; settled: in a long run the first twentieth may leave the panel."""
+    """linear; zero: linear from zero on; log; settled: what is high at first, and spikes, may leave the panel."""
     factor: float = 1.0
     """From the file's unit to the axis's."""
     marker: str | None = None
@@ -69,7 +71,7 @@ class Panel:
 TFLOPS = Panel("Model FLOPs", "TFLOP/s per device", "tflops_per_gpu", scale="zero")
 PANELS = (
     Panel("Training loss", "nats per token", "loss", scale="settled"),
-    Panel("Validation loss", "nats per token", "validation_loss", marker="o"),
+    Panel("Validation loss", "nats per token", "validation_loss", scale="settled", marker="o"),
     Panel("Learning rate", "learning rate", "learning_rate"),
     Panel("Gradient norm before clipping", "L2 norm", "grad_norm", scale="log"),
     Panel("Throughput without padding", "tokens/s per device", "unpadded_tokens_per_second_per_gpu", scale="zero"),
@@ -152,7 +154,7 @@ def value_in_use(config: dict[str, Any], key: str) -> Any:
 
 def as_typed(value: Any) -> str:
     """As on the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return value.removeprefix(RECIPES) if isinstance(value, str) else json.dumps(value)
 
 
 def labels(runs: list[Run]) -> list[str]:
@@ -180,7 +182,8 @@ def draw(runs: list[Run], x: str = "step") -> Figure:
         raise ValueError(f"none of the runs has a value beside its {x_key}: there is nothing to draw.")
     columns = 4 if len(panels) > 6 else 3
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(4.4 * columns, 3.3 * rows + 0.4), layout="constrained")
+    figure = Figure(figsize=(4.4 * columns, 3.3 * rows), layout="constrained")
+    draw_legend(figure, labels(runs))
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, panel in zip(axes, panels):
         curves = [run.points(panel.key, x_key) for run in runs]
@@ -193,14 +196,22 @@ def draw(runs: list[Run], x: str = "step") -> Figure:
         set_scale(axis, panel, [y for _, y in curves])
     for axis in axes[len(panels) :]:
         axis.remove()
-    # As many legend columns as fit, one character taking about 0.075 inches.
-    names = [name.replace("$", r"\$") for name in labels(runs)]  # no formulas
-    wrapped = [textwrap.fill(name, 80, break_on_hyphens=False) for name in names]
-    widest = max(len(line) for name in wrapped for line in name.splitlines())
-    fitting = int(figure.get_figwidth() / (0.075 * widest + 0.6))
-    handles = [Line2D([], [], color=colour, linewidth=2) for colour in colours(len(runs))]
-    figure.legend(handles, wrapped, loc="outside lower center", ncols=max(1, min(len(runs), fitting)), fontsize="small")
     return figure
+
+
+def draw_legend(figure: Figure, names: list[str]) -> None:
+    """Below the panels, in as many columns as fit; the figure grows by its height."""
+    wrapped = [textwrap.fill(name.replace("$", r"\$"), 80, break_on_hyphens=False) for name in names]  # no formulas
+    lines = [name.splitlines() for name in wrapped]
+    # Inches: a character takes about 0.075, a line 0.14, the space below an entry 0.06.
+    fitting = int(figure.get_figwidth() / (0.075 * max(len(line) for of_name in lines for line in of_name) + 0.6))
+    columns = max(1, min(len(names), fitting))
+    per_column = math.ceil(len(names) / columns)
+    heights = [0.14 * len(of_name) + 0.06 for of_name in lines]
+    tallest = max(sum(heights[start : start + per_column]) for start in range(0, len(names), per_column))
+    figure.set_figheight(figure.get_figheight() + tallest + 0.2)
+    handles = [Line2D([], [], color=colour, linewidth=2) for colour in colours(len(names))]
+    figure.legend(handles, wrapped, loc="outside lower center", ncols=columns, fontsize="small")
 
 
 def known_mfu(panel: Panel, runs: list[Run]) -> Panel:
@@ -213,8 +224,9 @@ def has_values(panel: Panel, runs: list[Run], x_key: str = "step") -> bool:
 
 
 def colours(count: int) -> list:
-    if count <= 10:
-        return [matplotlib.colormaps["tab10"](i) for i in range(count)]
+    """Ten strong ones, then ten pale ones; of more runs a gradient."""
+    if count <= 20:
+        return [matplotlib.colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))][:count]
     return [matplotlib.colormaps["viridis"](i / (count - 1)) for i in range(count)]
 
 
@@ -243,10 +255,12 @@ def set_scale(axis: Axes, panel: Panel, curves: list[list[Any]]) -> None:
         if axis.get_ylim()[1] >= 1000:
             axis.yaxis.set_major_formatter(EngFormatter(sep=""))
     if panel.scale == "settled":
-        late = [value for y in curves for value in (y[len(y) // 20 :] if len(y) >= 200 else y) if not math.isnan(value)]
-        if late:
-            margin = 0.05 * (max(late) - min(late)) or 0.05
-            axis.set_ylim(min(late) - margin, max(late) + margin)
+        # From each run's last three quarters: the first steps of one run would flatten all curves.
+        late = [[value for value in y[len(y) // 4 if len(y) >= 8 else 0 :] if not math.isnan(value)] for y in curves]
+        ends = [end for values in late if values for end in np.quantile(values, (0.02, 0.98))]
+        if ends:
+            margin = 0.1 * (max(ends) - min(ends)) or 0.05
+            axis.set_ylim(min(ends) - margin, max(ends) + margin)
 
 
 def running_mean(values: list[float], window: int) -> list[float]:

@@ -108,9 +108,10 @@ def test_legend_has_the_values_that_differ(tmp_path):
 
 
 def test_a_section_that_is_off_says_nothing(tmp_path):
+    recipe = "transformer_engine.common.recipe.DelayedScaling"
     configs = [
-        {"fp8_config": {"fp8_recipe": "DelayedScaling", "enabled": True}, "fp4_config": {"enabled": False}},
-        {"fp8_config": {"fp8_recipe": "DelayedScaling", "enabled": False}, "fp4_config": {"enabled": True}},
+        {"fp8_config": {"fp8_recipe": recipe, "enabled": True}, "fp4_config": {"enabled": False}},
+        {"fp8_config": {"fp8_recipe": recipe, "enabled": False}, "fp4_config": {"enabled": True}},
     ]
     runs = plot_run.read_runs([write_run(tmp_path / str(i), [1.0], config) for i, config in enumerate(configs)])
     assert plot_run.labels(runs) == [
@@ -175,14 +176,39 @@ def test_many_points_get_a_running_mean(tmp_path):
     assert list(points.get_xdata()[:2]) == [10, 20]
     assert points.get_ydata()[1] == 9.0
     assert set(mean.get_ydata()[10:]) == {4 / 3, 5 / 3}  # of three
-    assert axis.get_ylim()[1] < 3  # the first twentieth may leave the panel
+    assert axis.get_ylim()[1] < 3
+
+
+def test_first_steps_and_spikes_of_one_run_do_not_flatten_the_others(tmp_path):
+    settled = [1.4, 1.3] * 50
+    high_at_first, spiky = settled.copy(), settled.copy()
+    high_at_first[:3], spiky[60] = [13.0, 7.0, 3.0], 9.0
+    losses = {"settled": settled, "first": high_at_first, "spike": spiky}
+    paths = [write_run(tmp_path / name, values, validation_loss=values) for name, values in losses.items()]
+    axes = panels(plot_run.draw(plot_run.read_runs(paths)))
+    for title in ("Training loss", "Validation loss"):
+        low, high = axes[title].get_ylim()
+        assert 1.2 < low < 1.3 and 1.4 < high < 1.5
+    few = plot_run.read_runs([write_run(tmp_path / "few", [5.0, 3.0, 2.0])])
+    assert panels(plot_run.draw(few))["Training loss"].get_ylim()[1] > 4.9  # too few to leave any out
+
+
+def test_a_long_legend_makes_the_picture_higher_and_the_panels_no_flatter(tmp_path):
+    heights = []
+    for words in (1, 40):
+        name = "_".join(["run"] * words)
+        paths = [write_run(tmp_path / str(words) / f"{name}{i}", [3.0, 2.0]) for i in range(12)]
+        figure = plot_run.draw(plot_run.read_runs(paths))
+        figure.savefig(tmp_path / "picture.png")  # this lays it out
+        heights.append(figure.axes[0].get_position().height * figure.get_figheight())
+    assert heights[1] == pytest.approx(heights[0], rel=0.1)
 
 
 def test_running_mean_passes_over_unknown_values():
     assert plot_run.running_mean([1.0, math.nan, 3.0, 5.0], 2) == [1.0, 1.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize("count", [1, 5, 12])
+@pytest.mark.parametrize("count", [1, 5, 12, 25])
 def test_every_run_has_a_colour_and_a_line_in_the_legend(tmp_path, count):
     paths = [write_run(tmp_path / f"run{i}" / "t", [3.0, 2.0], {"seed": i}) for i in range(count)]
     figure = plot_run.draw(plot_run.read_runs(paths))
