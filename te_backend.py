@@ -50,9 +50,9 @@ def resolve(name: str = "auto") -> ModuleType:
     if name == "transformer_engine" and reason:
         raise ValueError(f"te_backend=transformer_engine cannot run here: {reason}. Use te_backend=reference or auto.")
     if reason:
-        logger.info("layers: te_reference (plain PyTorch): %s", reason)
+        logger.info("TE backend: te_reference (plain PyTorch): %s", reason)
         return te_reference
-    logger.info("layers: TransformerEngine %s", importlib.metadata.version("transformer_engine"))
+    logger.info("TE backend: TransformerEngine %s", importlib.metadata.version("transformer_engine"))
     te = importlib.import_module("transformer_engine.pytorch")
     importlib.import_module("transformer_engine.pytorch.router")  # te.router: TE does not import it by itself
     _quantize_groups_with_the_faster_kernel()

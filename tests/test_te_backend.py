@@ -21,7 +21,7 @@ def test_reference_on_request(caplog):
     assert te_backend.resolve("reference") is te_reference
     assert te_backend.resolve("reference") is te_reference
     assert [record.getMessage() for record in caplog.records] == [
-        "layers: te_reference (plain PyTorch): te_backend=reference"
+        "TE backend: te_reference (plain PyTorch): te_backend=reference"
     ]
 
 
