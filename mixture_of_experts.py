@@ -38,24 +38,23 @@ FUSED_MLP_INTERLEAVE = 32  # TE's fused kernel wants blocks of 32 gate rows and 
 
 
 class SplitSizes(torch.Tensor):
-    """Rows per expert, int64 [e] on the device, whose values the host has as well.
+    """Rows per expert, int64 [e] on the device, on their way to the host.
 
     TE's products take them from ``tolist``, two in every forward and two in every backward pass, each of which would
-    wait for the device.
+    wait for the device. Here the first waits for the tokens per expert only, and the others for nothing.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    values: list[int]
 
     @classmethod
-    def known(cls, splits_e: torch.Tensor, values: list[int]) -> "SplitSizes":
-        """``splits_e`` with its values."""
+    def of(cls, splits_e: torch.Tensor, counts: HostCopy, alignment: int) -> "SplitSizes":
+        """``splits_e``: ``counts``, each rounded up to a multiple of ``alignment``."""
         self = splits_e.as_subclass(cls)
-        self.values = values
+        self._counts, self._alignment = counts, alignment
         return self
 
     def tolist(self) -> list[int]:
-        return list(self.values)
+        return [-(-count // self._alignment) * self._alignment for count in self._counts.read().tolist()]
 
 
 class RouterStatistics(NamedTuple):
@@ -137,11 +136,8 @@ class Router(nn.Module):
             bias = torch.zeros(config.num_local_experts, dtype=torch.float32, **factory)
         self.register_buffer("expert_bias", bias)
 
-    def forward(
-        self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, RouterStatistics]:
-        """Weights [T, E] FP32 (0 where not chosen), map [T, E] bool, statistics over the tokens of ``token_mask_T``
-        (bool)."""
+    def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weights [T, E] FP32 (0 where not chosen), map [T, E] bool, logits [T, E] FP32."""
         logits_TE = _RouterLogits.apply(x_TD, self.weight)
         if self.expert_bias is None:
             weights_TE, map_TE = self._te.router.fused_topk_with_score_function(
@@ -156,7 +152,7 @@ class Router(nn.Module):
             )
         else:
             weights_TE, map_TE = self._choose_with_bias(logits_TE)
-        return weights_TE, map_TE, router_statistics(logits_TE, map_TE, token_mask_T)
+        return weights_TE, map_TE, logits_TE
 
     def _choose_with_bias(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The bias, in units of probability, takes part in the choice and not in the weights."""
@@ -305,8 +301,7 @@ class Experts(nn.Module):
                 tokens.rows_RD, tokens.weights_Re, tokens.map_Re, tokens.num_pairs
             )
             pad_offsets, splits_e = None, tokens.tokens_per_expert_e
-        values = [-(-count // self.alignment) * self.alignment for count in tokens.counts.read().tolist()]
-        y = self._run(rows, SplitSizes.known(splits_e, values), weights)
+        y = self._run(rows, SplitSizes.of(splits_e, tokens.counts, self.alignment), weights)
         return self._te.moe_unpermute(y, row_id_map, restore_shape=tokens.rows_RD.shape, pad_offsets=pad_offsets)
 
     @torch.no_grad()
@@ -389,14 +384,16 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, token_mask_T: torch.Tensor | None) -> tuple[torch.Tensor, RouterStatistics]:
         """[T, D] -> [T, D]."""
-        weights_TE, map_TE, statistics = self.gate(x_TD, token_mask_T)
+        weights_TE, map_TE, logits_TE = self.gate(x_TD)
         if self._dispatcher is None:
             num_pairs, tokens_per_expert_E = x_TD.shape[0] * self._top_k, map_TE.sum(0)
             counts = HostCopy(tokens_per_expert_E)
-            tokens = LocalTokens(x_TD, weights_TE, map_TE, tokens_per_expert_E, counts, num_pairs)
-            return self.experts(tokens), statistics
-        tokens, state = self._dispatcher.dispatch(x_TD, weights_TE, map_TE)
-        return self._dispatcher.combine(self.experts(tokens), state), statistics
+            y_TD = self.experts(LocalTokens(x_TD, weights_TE, map_TE, tokens_per_expert_E, counts, num_pairs))
+        else:
+            tokens, state = self._dispatcher.dispatch(x_TD, weights_TE, map_TE)
+            y_TD = self._dispatcher.combine(self.experts(tokens), state)
+        # Last: many small kernels, which the host launches while the device is busy with the experts.
+        return y_TD, router_statistics(logits_TE, map_TE, token_mask_T)
 
 
 class RouterTotals:

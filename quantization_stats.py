@@ -132,6 +132,10 @@ class InspectStatistics:
         import nvdlfw_inspect.api as inspect_api
         from nvdlfw_inspect.logging import BaseLogger
 
+        import quantization_stats_te  # imports TransformerEngine
+
+        quantization_stats_te.install()
+
         class Logger(BaseLogger):
             def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
                 writer.log_scalar(name, value, iteration)

@@ -3,10 +3,10 @@
     python benchmarks/bench_mixtral.py [--tokens 8192 32768] [--variants te te_fp8 hf_grouped_mm hf_eager]
 
 BF16 parameters, vocabulary 32,000, sequences of 8,192 tokens, AdamW, auxiliary loss on; medians of CUDA-event times.
-Every variant builds its model afresh and frees it again. te: packed (THD) batches, this project's AdamW. te_fp8: the
-same with DelayedScaling in the decoder layers, te_fp8_current with Float8CurrentScaling. hf_*: torch's fused AdamW. A
-variant that does not fit or cannot run is reported, not hidden. ``--profile FOLDER`` writes a Chrome trace and a table
-of one step of every variant.
+Every variant builds its model afresh and frees it again. te: this project's AdamW. te_fp8: the same with DelayedScaling
+in the decoder layers, te_fp8_current with Float8CurrentScaling. hf_*: torch's fused AdamW. A variant that does not fit
+or cannot run is reported, not hidden. ``--layout thd`` packs the sequences of the te variants; ``--profile FOLDER``
+writes a Chrome trace and a table of one step of every variant.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--layout", choices=("thd", "bshd"), default="thd", help="of the te variants")
+    parser.add_argument("--layout", choices=("thd", "bshd"), default="bshd", help="of the te variants")
     parser.add_argument("--profile", metavar="FOLDER", type=Path)
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)

@@ -226,7 +226,7 @@ def test_bias_balances_without_a_loss():
     assert gate.expert_bias.dtype == torch.float32 and "model.layers.0.mlp.gate.expert_bias" in model.state_dict()
 
     x = torch.randn(5, 64)
-    weights, map_TE, _ = gate(x, None)
+    weights, map_TE, _ = gate(x)
     logits = x @ gate.weight.t()
     expected = logits.masked_fill(~map_TE, -math.inf).softmax(-1)
     torch.testing.assert_close(weights, expected)
@@ -236,7 +236,7 @@ def test_bias_balances_without_a_loss():
 def test_router_is_fp32_in_a_bf16_model(hf):
     model = build(hf).to(torch.bfloat16)
     x = torch.randn(64, 64).to(torch.bfloat16)
-    weights, _, _ = model.model.layers[0].mlp.gate(x, None)
+    weights, _, _ = model.model.layers[0].mlp.gate(x)
     logits = x.double() @ model.model.layers[0].mlp.gate.weight.double().t()
     values, chosen = logits.topk(2)
     assert weights.dtype == torch.float32

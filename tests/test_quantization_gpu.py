@@ -224,6 +224,39 @@ def test_statistics(tmp_path, backend):
             assert value == pytest.approx(rows["reference"][key], rel=limit), key
 
 
+@pytest.mark.parametrize("fp8_dtype", ["kFloat8E4M3", "kFloat8E5M2"])
+@pytest.mark.parametrize("recipe", ["fp8_current_scaling", "fp8_block_scaling"])
+def test_statistics_in_one_pass_are_te_s(recipe, fp8_dtype):
+    """Two micro-batches of an activation, one of a weight."""
+    pytest.importorskip("nvdlfw_inspect")
+    from transformer_engine.debug.features.log_fp8_tensor_stats import _get_new_quantizer
+    from transformer_engine.pytorch import DType
+
+    from quantization_stats_te import OnePassBuffer
+
+    stats = ["underflows%", "mse", "scale_inv_min", "scale_inv_max"]
+    for tensor_name in ("activation", "weight"):
+        arguments = ("layer", tensor_name, stats, None, tensor_name == "activation")
+        ours, theirs = OnePassBuffer(*arguments), OnePassBuffer.__base__(*arguments)
+        for seed in range(2):
+            generator = torch.Generator("cuda").manual_seed(seed)
+            x = torch.randn(384, 1152, generator=generator, device="cuda")
+            x = (x * torch.rand(384, 1152, generator=generator, device="cuda") ** 12).bfloat16()
+            x[0] = 0
+            quantized = _get_new_quantizer(recipe, getattr(DType, fp8_dtype))(x)
+            for buffer in (ours, theirs):
+                buffer.feed(x, 10, {"": quantized, recipe: quantized})
+        assert ours.modified.all() and theirs.modified.all()
+        expected = theirs._buffer[ours._slots]
+        assert (expected[[n != "scale_inv_min" for n in ours._names]] > 0).all()
+        # TE rounds the squared errors to BF16.
+        torch.testing.assert_close(ours._buffer[ours._slots], expected, rtol=2**-7, atol=0)
+        for buffer in (ours, theirs):
+            buffer.skip_reduction = True
+        assert ours.log().keys() == {("layer", tensor_name, name, 10) for name in stats}
+        assert not ours.modified.any()
+
+
 def test_reference_namespace_is_te_s():
     """Every name of the reference exists in TE."""
     te = te_backend.resolve("transformer_engine")
