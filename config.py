@@ -210,6 +210,9 @@ class TrainConfig:
     quant_stats_config: QuantStatsConfig = field(default_factory=QuantStatsConfig)
     hsdp_replicate_size: int = 1
     """FSDP2: number of replicas; parameters are sharded over world size / this many ranks."""
+    reshard_after_forward: bool = True
+    """FSDP2: free a layer's gathered parameters after its forward pass and gather them again in the backward pass.
+    false: keep them, which is faster and takes as much memory as all layers in ``dtype``."""
     cp_size: int = 1
     """Context parallelism: ranks that share every sequence. Data-parallel size = world size / this."""
     cp_comm_type: str = "p2p"
@@ -238,6 +241,7 @@ class TrainConfig:
 # Keys that only some scripts read.
 SCRIPT_KEYS = {
     "hsdp_replicate_size": {"train_fsdp2"},
+    "reshard_after_forward": {"train_fsdp2", "train_fsdp2_cp", "train_fsdp2_ep"},
     "cp_size": {"train_fsdp2_cp"},
     "cp_comm_type": {"train_fsdp2_cp"},
     "parallelism": {"train_fsdp2_ep"},

@@ -61,7 +61,10 @@ def shard(model: nn.Module, config: TrainConfig, ctx: DistributedContext) -> Non
         mesh = init_device_mesh(ctx.device.type, shape, mesh_dim_names=("replicate", "shard"))
     # Gradients are summed in FP32. Inputs are not cast: the RoPE table must stay FP32.
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)}
-    layers: list[FSDPModule] = [fully_shard(layer, **options) for layer in model.model.layers]
+    reshard = config.reshard_after_forward
+    layers: list[FSDPModule] = [
+        fully_shard(layer, reshard_after_forward=reshard, **options) for layer in model.model.layers
+    ]
     fully_shard(model, **options)
     for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import te_backend
 from checkpoint import Checkpointer, save_final_model
-from config import load_config, register_schema
+from config import TrainConfig, load_config, register_schema
 from context_parallel import SplitBatches, init_context_parallel, set_context_parallel_group
 from dataset import build_train_loader, build_validation_loader, load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
@@ -50,7 +50,7 @@ register_schema()
 preemption = Preemption()
 
 
-def shard(model: nn.Module, ctx: DistributedContext) -> None:
+def shard(model: nn.Module, config: TrainConfig, ctx: DistributedContext) -> None:
     """Shards every decoder layer, then the rest (embedding, norm, head), in place. One process has nothing to shard.
 
     Over all ranks, whatever their place in the (dp, cp) mesh: those of a context-parallel group need each other's
@@ -61,7 +61,10 @@ def shard(model: nn.Module, ctx: DistributedContext) -> None:
     mesh = init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=("shard",))
     # Gradients are summed in FP32. Inputs are not cast: the RoPE table must stay FP32.
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)}
-    layers: list[FSDPModule] = [fully_shard(layer, **options) for layer in model.model.layers]
+    reshard = config.reshard_after_forward
+    layers: list[FSDPModule] = [
+        fully_shard(layer, reshard_after_forward=reshard, **options) for layer in model.model.layers
+    ]
     fully_shard(model, **options)
     for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
@@ -84,7 +87,7 @@ def main(cfg: DictConfig) -> None:
     statistics = start_statistics(config, precision)
     model = build_model(config, model_config, ctx.device, precision=precision)
     set_context_parallel_group(model, cp, ctx.device)
-    shard(model, ctx)
+    shard(model, config, ctx)
     initialize_weights(model, ctx.device, config.seed, config.init_from_pretrained)
     parameters = list(model.parameters())
     optimizer = build_optimizer(model, config, te_backend.resolve(config.te_backend))

@@ -68,15 +68,19 @@ def shard(model: nn.Module, config: TrainConfig, ctx: DistributedContext) -> Non
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
         "shard_placement_fn": fsdp_placement,
     }
+    reshard = config.reshard_after_forward
     whole: set[nn.Parameter] = set()
     modules: list[FSDPModule] = []  # in the order of the forward pass
     for layer, block in zip(model.model.layers, expert_blocks(model), strict=True):
         experts = []
         if ep_size > 1 and dp_size > 1:
-            experts = [fully_shard(block.experts, mesh=mesh["dp"], **options)]
+            experts = [fully_shard(block.experts, mesh=mesh["dp"], reshard_after_forward=reshard, **options)]
         elif ep_size > 1:  # each expert is whole on its rank: FSDP has nothing to do with it
             whole.update(block.experts.parameters())
-        modules += [fully_shard(layer, mesh=world_mesh, ignored_params=whole, **options), *experts]
+        modules.append(
+            fully_shard(layer, mesh=world_mesh, reshard_after_forward=reshard, ignored_params=whole, **options)
+        )
+        modules += experts
     fully_shard(model, mesh=world_mesh, ignored_params=whole, **options)
     sum_gradients(model)
     for module, following in pairwise(modules):

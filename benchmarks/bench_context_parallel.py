@@ -234,7 +234,7 @@ def memory(ctx: DistributedContext, num_tokens: int) -> bool:
             if shared:
                 cp = init_context_parallel(ctx, ctx.world_size, "p2p", 32, 8)
                 set_context_parallel_group(model, cp, ctx.device)
-                shard(model, ctx)
+                shard(model, TrainConfig(), ctx)
                 local = split_batch(batch, cp.cp_rank, cp.cp_size)
             initialize_weights(model, ctx.device, seed=0)
             torch.cuda.reset_peak_memory_stats()
@@ -280,7 +280,7 @@ def time_step(
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
     cp = init_context_parallel(ctx, ctx.world_size, comm_type, *heads)
     set_context_parallel_group(model, cp, ctx.device)
-    shard(model, ctx)
+    shard(model, TrainConfig(), ctx)
     initialize_weights(model, ctx.device, seed=0)
     optimizer = build_optimizer(model, TrainConfig(), te_backend.resolve("auto"))
 

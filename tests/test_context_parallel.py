@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_reference
 from collator import BSHDCollator, THDCollator
-from config import ConfigError
+from config import ConfigError, TrainConfig
 from context_parallel import (
     SplitBatches,
     all_to_all_size,
@@ -134,7 +134,7 @@ def train(dp_size, cp_size, layout, num_steps, num_micro_batches, checkpointing)
     )
     model = NVLlamaForCausalLM(config)
     set_context_parallel_group(model, cp, ctx.device)
-    shard(model, ctx)
+    shard(model, TrainConfig(), ctx)
     initialize_weights(model, ctx.device, seed=1)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
