@@ -111,7 +111,7 @@ def test_hsdp_agrees(data, tmp_path):
 
 
 def test_options_that_must_not_change_the_numbers(data, tmp_path):
-    """Meta device, recomputed layers, loader workers, kept parameters: bit for bit. Tied embeddings shard (pitfall 21)."""
+    """Meta device, recomputed layers, loader workers, kept parameters: bit for bit. Tied weights shard (pitfall 21)."""
     for world_size in (1, 2):
         base = ["num_train_steps=4", "+config_kwargs.tie_word_embeddings=true"]
         expected = losses(train("train_fsdp2", world_size, data, tmp_path, *base, metrics=f"base{world_size}.jsonl"))
