@@ -14,6 +14,9 @@ The price is that a group tokenises its data C times, in loader workers that run
 131,072 tokens one CPU core took 3 ms (one token per base) or 0.4 s (byte-pair encoding). Reading once and
 broadcasting would take 1 ms, and put a collective between every step and its data.
 
+Low precision. A scale of the whole tensor covers the tokens of all ranks that share a sequence, as it does without
+context parallelism: delayed scaling reduces its amaxes anyway, current scaling once per quantisation (4 bytes).
+
 Communication of one layer: :func:`bytes_per_layer`.
 """
 
@@ -29,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from collator import Batch
 from distributed import DistributedContext
+from te_backend import share_current_scales
 from te_reference.context_parallel import zigzag_indices
 
 
@@ -44,6 +48,8 @@ class ContextParallel:
     """p2p, all_gather, a2a or a2a+p2p."""
     group: dist.ProcessGroup | list[dist.ProcessGroup] | None
     """The ranks that share a sequence, as TE takes them: [a2a group, p2p group] for a2a+p2p; None for cp_size 1."""
+    whole_group: dist.ProcessGroup | None
+    """They in one group."""
     global_ranks: list[int]
     """Of the whole context-parallel group, in the order of cp_rank."""
 
@@ -70,16 +76,17 @@ def init_context_parallel(
     a2a_size = all_to_all_size(comm_type, cp_size, num_attention_heads, num_key_value_heads, local_world_size())
     dp_size = ctx.world_size // cp_size
     dp_rank, cp_rank = divmod(ctx.rank, cp_size)
-    group: dist.ProcessGroup | list[dist.ProcessGroup] | None = None
+    whole_group = None
+    if cp_size > 1:
+        mesh = init_device_mesh(ctx.device.type, (dp_size, cp_size), mesh_dim_names=("dp", "cp"))
+        whole_group = mesh.get_group("cp")
+    group: dist.ProcessGroup | list[dist.ProcessGroup] | None = whole_group
     if cp_size > 1 and comm_type == "a2a+p2p":
         shape = (dp_size, cp_size // a2a_size, a2a_size)  # neighbours swap heads, distant ranks pass blocks on
         mesh = init_device_mesh(ctx.device.type, shape, mesh_dim_names=("dp", "cp_p2p", "cp_a2a"))
         group = [mesh.get_group("cp_a2a"), mesh.get_group("cp_p2p")]
-    elif cp_size > 1:
-        mesh = init_device_mesh(ctx.device.type, (dp_size, cp_size), mesh_dim_names=("dp", "cp"))
-        group = mesh.get_group("cp")
     global_ranks = list(range(dp_rank * cp_size, (dp_rank + 1) * cp_size))
-    return ContextParallel(dp_rank, dp_size, cp_rank, cp_size, comm_type, group, global_ranks)
+    return ContextParallel(dp_rank, dp_size, cp_rank, cp_size, comm_type, group, whole_group, global_ranks)
 
 
 def local_world_size() -> int:
@@ -128,6 +135,8 @@ def set_context_parallel_group(model: nn.Module, cp: ContextParallel, device: to
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # one for all layers, as TE wants it
     for layer in model.model.layers:
         layer.set_context_parallel_group(cp.group, cp.global_ranks, stream, cp.comm_type)
+        for module in layer.modules():
+            share_current_scales(module, cp.whole_group)
 
 
 def split_batch(batch: Batch, cp_rank: int, cp_size: int) -> Batch:

@@ -11,10 +11,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import te_reference
 from te_reference import recipe as reference_recipe
@@ -56,6 +59,7 @@ def resolve(name: str = "auto") -> ModuleType:
     te = importlib.import_module("transformer_engine.pytorch")
     importlib.import_module("transformer_engine.pytorch.router")  # te.router: TE does not import it by itself
     _quantize_groups_with_the_faster_kernel()
+    _let_quantizers_keep_their_group()
     return te
 
 
@@ -89,3 +93,43 @@ def is_reference(te: ModuleType) -> bool:
 def recipe_module(te: ModuleType) -> ModuleType:
     """Where a resolved implementation keeps its low-precision recipes: the same class names and fields in both."""
     return reference_recipe if is_reference(te) else importlib.import_module("transformer_engine.common.recipe")
+
+
+def share_current_scales(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Under Float8CurrentScaling the inputs of a linear layer, and the gradients of its outputs, get one scale on all
+    ranks of ``group``, which hold different tokens of the same sequences. Other recipes and modules are as before.
+
+    Args:
+        module: of a layer of either implementation.
+    """
+    if hasattr(module, "amax_reduction_group"):  # the reference's linear layers
+        module.amax_reduction_group = group
+    if not hasattr(module, "set_meta_tensor") or all(p.ndim != 2 for p in module.parameters(recurse=False)):
+        return  # no linear layer of TE's
+    set_meta_tensor = module.set_meta_tensor
+
+    def set_meta_tensor_and_group(fwd: bool, recipe: Any) -> None:
+        set_meta_tensor(fwd, recipe)
+        # Per product input, weight and output; or the gradients of output and input.
+        key, tensors = ("scaling_fwd", 3) if fwd else ("scaling_bwd", 2)
+        for quantizer in module.quantizers[key][::tensors]:
+            if type(quantizer).__name__ == "Float8CurrentScalingQuantizer":
+                quantizer.own_amax_reduction_group = group
+                quantizer.amax_reduction_group, quantizer.with_amax_reduction = group, True
+
+    module.set_meta_tensor = set_meta_tensor_and_group
+
+
+def _let_quantizers_keep_their_group() -> None:
+    """TE 2.20.2 sets the group over which a quantiser reduces its amax before every use, from its tensor-parallel
+    options; without them it must stay what :func:`share_current_scales` set. Goes when TE has an option for that."""
+    for name in ("linear", "layernorm_linear", "layernorm_mlp"):
+        module = importlib.import_module(f"transformer_engine.pytorch.module.{name}")
+        original = module.set_quantizer_amax_reduction_group
+
+        def keep(quantizer: Any, group: dist.ProcessGroup | None, original: Callable = original) -> None:
+            if group is None:
+                group = getattr(getattr(quantizer, "parent_quantizer", quantizer), "own_amax_reduction_group", None)
+            original(quantizer, group)
+
+        module.set_quantizer_amax_reduction_group = keep

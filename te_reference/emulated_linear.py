@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from te_reference.delayed_scaling import DelayedScalingState
@@ -74,6 +75,7 @@ class _Call:
     observer: Observer | None
     after_backward: Callable[[], None] | None
     grad_enabled: bool
+    amax_reduction_group: dist.ProcessGroup | None = None
     groups: Groups | None = None
 
     def quantize(self, x_RC: torch.Tensor, role: str, rowwise: bool, columnwise: bool) -> Operands:
@@ -87,6 +89,7 @@ class _Call:
             columnwise=columnwise,
             state=self.state,
             generator=self.generator,
+            amax_reduction_group=None if role == "weight" else self.amax_reduction_group,
             groups=None if role == "weight" else self.groups,
         )
         if self.observer is not None:
@@ -145,6 +148,7 @@ def emulated_linear(
     generator: torch.Generator | None = None,
     observer: Observer | None = None,
     after_backward: Callable[[], None] | None = None,
+    amax_reduction_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """y = x @ weight.T in low precision, differentiable in both.
 
@@ -160,6 +164,8 @@ def emulated_linear(
         generator: random bits of NVFP4's stochastic rounding, on ``x``'s device; None: the device's default generator.
         observer: called with (role, high-precision matrix, its operands) after each quantisation, for statistics.
         after_backward: called after this layer's backward pass (:meth:`AmaxReduction.join`).
+        amax_reduction_group: Float8CurrentScaling: ranks that hold further rows of ``x``; x and the gradient of y have
+            one scale over them all. A collective in both passes. None: all rows are here.
 
     Returns:
         [..., O] in ``activation_dtype``.
@@ -171,7 +177,17 @@ def emulated_linear(
     # Checked here, so that a gradient that cannot be quantised fails before the forward pass.
     check_alignment("gradient", (x_TD.shape[0], weight_OD.shape[0]), recipe)
     dtype = activation_dtype or x.dtype
-    call = _Call(recipe, state, dtype, quantized_weight, generator, observer, after_backward, torch.is_grad_enabled())
+    call = _Call(
+        recipe=recipe,
+        state=state,
+        activation_dtype=dtype,
+        quantized_weight=quantized_weight,
+        generator=generator,
+        observer=observer,
+        after_backward=after_backward,
+        grad_enabled=torch.is_grad_enabled(),
+        amax_reduction_group=amax_reduction_group,
+    )
     return _EmulatedLinear.apply(x_TD, call, weight_OD).view(*x.shape[:-1], weight_OD.shape[0])
 
 

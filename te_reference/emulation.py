@@ -230,7 +230,7 @@ def quantize(
         columnwise: make the copy with blocks along the first dim.
         state: scales and amax history; needed by, and only used by, DelayedScaling.
         generator: random bits of stochastic rounding, on ``x_RC``'s device; None: the device's default generator.
-        amax_reduction_group: Float8CurrentScaling: ranks that hold the other shards of the matrix; the scale comes from
+        amax_reduction_group: Float8CurrentScaling: ranks that hold the other parts of the matrix; the scale comes from
             the amax of them all. None: the matrix is whole.
         groups: the rows' groups, each quantised by itself and a multiple of ``group_rows`` long; None: one tensor.
 

@@ -10,6 +10,7 @@ transformer_engine/pytorch/module/*.py, transformer_engine/common/normalization.
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -100,6 +101,9 @@ class _Module(nn.Module):
         """Delayed scaling: scales and amax histories, made on first use."""
         self.observer: ModuleObserver | None = None
         """Sees every quantisation of a training step (quant_stats)."""
+        self.amax_reduction_group: dist.ProcessGroup | None = None
+        """Current scaling: ranks that hold other tokens of the same sequences; inputs and gradients have one scale over
+        them all. None: this rank's own."""
         self._weight_init = current_weight_init()
         self._states: dict[str, DelayedScalingState] = {}
         self._kept_weights: dict[str, Operands] = {}
@@ -187,6 +191,7 @@ class _Module(nn.Module):
             quantized_weight=quantized_weight,
             observer=observe,
             after_backward=scope.join(state) if state is not None else None,
+            amax_reduction_group=self.amax_reduction_group,
         )
 
     def _state(self, weight_name: str, recipe: Recipe) -> DelayedScalingState:

@@ -29,7 +29,9 @@ from dataset import build_train_loader, load_tokenizer
 from dist_utils import run_on_ranks, run_script
 from distributed import DistributedContext, all_reduce_sum, global_grad_norm
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
+from precision import PrecisionPlan
 from te_reference import context_parallel as ring
+from te_reference import recipe as te_recipe
 from test_config import compose_config
 from train_fsdp2_cp import shard
 from training import next_global_batch, sequence_lengths
@@ -169,6 +171,55 @@ def train(dp_size, cp_size, layout, num_steps, num_micro_batches, checkpointing)
         optimizer.step()
         optimizer.zero_grad()
     return {"losses": losses, **first}
+
+
+def loss_and_gradients(cp_size, recipe):
+    """Of one packed batch, the same for every ``cp_size``, in low precision; then with every rank's own scales."""
+    ctx = DistributedContext(dist.get_rank(), dist.get_rank(), cp_size, torch.device("cpu"))
+    cp = init_context_parallel(ctx, cp_size, "p2p", HEADS, KV_HEADS)
+    config = NVLlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        initializer_range=0.2,
+        attn_input_format="thd",
+        te_backend="reference",
+    )
+    model = NVLlamaForCausalLM(config, PrecisionPlan((getattr(te_recipe, recipe)(),) * 2, te_reference))
+    initialize_weights(model, ctx.device, seed=1)
+    set_context_parallel_group(model, cp, ctx.device)
+    batch = packed(RAGGED, 256, num_tokens=2048)  # chunks of 32 tokens with four ranks: whole blocks of MXFP8
+    num_targets = (batch["shift_labels"] != -100).sum()
+    local = split_batch({key: value for key, value in batch.items() if key != "epoch"}, cp.cp_rank, cp.cp_size)
+    results = []
+    for shared in (True, False):
+        if not shared:
+            for module in model.modules():
+                if hasattr(module, "amax_reduction_group"):
+                    module.amax_reduction_group = None
+        model.zero_grad()
+        loss = model(**local, num_items_in_batch=num_targets).loss
+        loss.backward()
+        gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        for value in (loss := loss.detach(), gradients):
+            dist.all_reduce(value)
+        results.append((loss.item(), gradients))
+    return results
+
+
+@pytest.mark.parametrize("recipe", ["Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"])
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_low_precision_does_not_depend_on_the_ranks_that_share_a_sequence(recipe, cp_size):
+    expected_loss, expected = run_on_ranks(loss_and_gradients, 1, 1, recipe)[0][0]
+    shared, own = run_on_ranks(loss_and_gradients, cp_size, cp_size, recipe)[0]
+    assert shared[0] == pytest.approx(expected_loss, rel=1e-5)
+    error, error_of_own_scales = (torch.dist(g, expected) / expected.norm() for _, g in (shared, own))
+    assert error < 1e-5
+    assert (error_of_own_scales > 1e-2) == (recipe == "Float8CurrentScaling")
 
 
 def train_both(dp_size, cp_size, *arguments):
