@@ -49,8 +49,8 @@ from weight_init import initialize_weights
 
 
 BOUNDS = {"cuda": 1e-2, "cpu": 1e-5}
-"""Relative norm of the difference to one rank: BF16 on a GPU, FP32 on a CPU. In FP8 of loss and gradients only: the last
-bit of a BF16 sum can decide between two FP8 values, so single hidden states differ by more."""
+"""Relative norm of the difference to one rank: BF16 on a GPU, FP32 on a CPU. In FP8 of loss and gradients only: the
+last bit of a BF16 sum can decide between two FP8 values, so single hidden states differ by more."""
 
 
 def build_model(
