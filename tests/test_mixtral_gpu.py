@@ -243,29 +243,37 @@ def test_fused_mlp_says_what_is_missing():
         config.check()
 
 
+QINIT = [*FP8, "fp8_config.quantized_model_init_kwargs.enabled=true"]
+CURRENT = [*FP8, "fp8_config.fp8_recipe=Float8CurrentScaling"]
+
+
 @pytest.mark.parametrize(
-    "layout, options",
+    "ranks, ep_size, options",
     [
-        ("parallelism.ep_size=2", ["use_sequence_packing=false"]),
-        ("parallelism.ep_size=1", ["use_sequence_packing=false"]),
-        ("parallelism.ep_size=2", ["use_sequence_packing=true"]),
-        ("parallelism.ep_size=2", FP8),
-        ("parallelism.ep_size=1", FP8),
-        ("parallelism.ep_size=2", [*FP8, "fp8_config.quantized_model_init_kwargs.enabled=true"]),
-        ("parallelism.ep_size=2", [*FP8, "fp8_config.fp8_recipe=Float8CurrentScaling"]),
+        (2, 2, []),
+        (2, 1, []),
+        (2, 2, ["use_sequence_packing=true"]),
+        (2, 2, FP8),
+        (2, 1, FP8),
+        (2, 2, QINIT),
+        (2, 2, CURRENT),
+        (4, 4, []),
+        (4, 2, []),
+        (4, 4, QINIT),
+        (4, 2, FP8),
     ],
 )
-def test_two_ranks_train_as_one_process_does(tmp_path, layout, options):
+def test_ranks_train_as_one_process_does(tmp_path, ranks, ep_size, options):
     """NCCL, one rank a card; or sharing one where the NCCL library lets them (NCCL_MULTI_RANK_GPU_ENABLE=1)."""
-    if torch.cuda.device_count() < 2 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        pytest.skip("needs two GPUs, or an NCCL that lets two ranks share one")
+    if torch.cuda.device_count() < ranks and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        pytest.skip(f"needs {ranks} GPUs, or an NCCL that lets ranks share one")
     losses = {}
-    for world_size in (1, 2):
+    for world_size in (1, ranks):
         argv = ["--config-name=L0_sanity", "num_train_steps=10", "dataset.micro_batch_size=2", *options]
-        argv += ["validation.enabled=false"]
-        argv += [layout] if world_size == 2 else ["grad_acc_steps=2"]
+        argv += ["validation.enabled=false", f"grad_acc_steps={ranks // world_size}"]
+        argv += [f"parallelism.ep_size={ep_size}"] if world_size > 1 else []
         metrics = tmp_path / f"{world_size}.jsonl"
         run_script("train_fsdp2_ep.py", [*argv, f"logger.metrics_path={metrics}"], world_size, timeout_seconds=280)
         losses[world_size] = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
-    # BF16. FP8: one process quantises each of its two micro-batches by itself.
-    assert losses[2] == pytest.approx(losses[1], rel=2e-2 if FP8[0] in options else 5e-3)
+    # BF16. FP8: one process quantises each of its micro-batches by itself.
+    assert losses[ranks] == pytest.approx(losses[1], rel=2e-2 if FP8[0] in options else 5e-3)
