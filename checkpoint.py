@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, and the final model.
+"""Checkpoints of a training run.
 
 ``ckpt_dir/<script>/step_<N>/`` holds the state after N optimiser steps:
 
@@ -44,16 +44,12 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedTokenizerBase
 
 from config import CheckpointConfig
-from distributed import nothing, together
-from export import project_architecture, write_model_code
+from distributed import nothing, own_rank, together, unwrap
 from optimizer import initialize_state
-from quantized_parameters import delayed_scaling_tensors, dequantized, is_quantized, requantize_from_masters
+from quantized_parameters import delayed_scaling_tensors, is_quantized, requantize_from_masters
 from scheduler import set_completed_steps
 
 
@@ -104,13 +100,13 @@ class Checkpointer:
         _check_writable(self.directory, f"checkpoint.ckpt_dir={config.ckpt_dir!r}")
         self._lock: TextIO | None = None
         in_use = f"{self.directory} is in use by another run: wait for it, or give another checkpoint.ckpt_dir"
-        together(self._take_lock if _rank() == 0 else nothing, ValueError, in_use)
+        together(self._take_lock if own_rank() == 0 else nothing, ValueError, in_use)
         if config.async_save and dist.is_initialized():
             # The background thread communicates while the training loop does, and must not share its groups.
             self._group = dist.new_group(backend="gloo")
         self._earlier: set[Path] = set()
         """Checkpoints of another run: never pruned, and moved aside where one of the same step is saved."""
-        if _rank() == 0 and not config.resume_from_checkpoint:
+        if own_rank() == 0 and not config.resume_from_checkpoint:
             self._earlier = {folder for _, folder in _committed(self.directory)}
             if self._earlier:
                 logger.warning(
@@ -140,9 +136,9 @@ class Checkpointer:
         self._wait()
         staging = self.directory / f"step_{step}.staging"
         what = f"{self.directory / f'step_{step}'} cannot be written"
-        together(partial(self._make_staging, staging) if _rank() == 0 else nothing, RuntimeError, what)
+        together(partial(self._make_staging, staging) if own_rank() == 0 else nothing, RuntimeError, what)
         # Before DCP's exchange, so that its end on rank 0 means that these files are whole too.
-        together(partial(_save_object, rank_state, staging / f"rank_{_rank()}.pt"), RuntimeError, what)
+        together(partial(_save_object, rank_state, staging / f"rank_{own_rank()}.pt"), RuntimeError, what)
         initialize_state(self.optimizer)
         progress = {
             "step": step,
@@ -171,10 +167,10 @@ class Checkpointer:
             ValueError: on every rank, if the checkpoint is of another model or another kind of optimiser.
         """
         self._wait()
-        find = partial(_committed, self.directory, warn=True) if _rank() == 0 else nothing
+        find = partial(_committed, self.directory, warn=True) if own_rank() == 0 else nothing
         found = together(find, RuntimeError, f"{self.directory} cannot be read")[0]
         if not found:
-            if _rank() == 0:
+            if own_rank() == 0:
                 logger.warning("no committed checkpoint in %s: starting from step 0", self.directory)
             return None
         progress, folder = found[-1]
@@ -194,9 +190,9 @@ class Checkpointer:
         for group in self.optimizer.param_groups:
             if "step" in group:
                 group["step"] = progress["optimizer_steps"]
-        requantize_from_masters(_unwrap(self.model).parameters(), self.optimizer)
+        requantize_from_masters(unwrap(self.model).parameters(), self.optimizer)
         set_completed_steps(self.scheduler, progress["scheduler_steps"])
-        if _rank() == 0:
+        if own_rank() == 0:
             logger.info("resuming from %s", folder)
 
         def read_rank_states() -> list[dict[str, Any]]:
@@ -204,7 +200,7 @@ class Checkpointer:
             # Pickles, as DCP's own metadata: load only checkpoints that you trust.
             return [torch.load(path, "cpu", weights_only=False) for path in paths]
 
-        read = read_rank_states if _rank() == 0 else nothing  # one reader, however many ranks
+        read = read_rank_states if own_rank() == 0 else nothing  # one reader, however many ranks
         return LoadedCheckpoint(progress["step"], together(read, RuntimeError, f"{folder} cannot be read")[0])
 
     def close(self) -> None:
@@ -223,9 +219,9 @@ class Checkpointer:
         """Every tensor of a checkpoint by its name; they share the memory of the model and the optimiser."""
         weights = model_tensors(self.model)
         tensors = {f"model.{name}": weight for name, weight in weights.items() if not is_quantized(weight)}
-        scaling = delayed_scaling_tensors(_unwrap(self.model))
+        scaling = delayed_scaling_tensors(unwrap(self.model))
         tensors |= {f"scaling.{name}": tensor for name, tensor in scaling.items()}
-        for name, param in _unwrap(self.model).named_parameters():
+        for name, param in unwrap(self.model).named_parameters():
             for key, value in self.optimizer.state.get(param, {}).items():
                 # An FP32 parameter is its own master. TE keeps a copy of its initial value there, and never uses it.
                 own_master = param.dtype == torch.float32 and not is_quantized(param)
@@ -253,9 +249,9 @@ class Checkpointer:
         }
         temporary = staging / f"{MARKER}.tmp"
         temporary.write_text(json.dumps(progress, indent=1))
-        _sync_to_disk(temporary)
+        sync_to_disk(temporary)
         os.rename(temporary, staging / MARKER)
-        _sync_to_disk(staging)
+        sync_to_disk(staging)
         final = staging.with_suffix("")
         if final in self._earlier:
             aside = final.with_name(f"{final.name}.earlier_{uuid.uuid4().hex[:8]}")
@@ -288,54 +284,6 @@ class _CommittingWriter(dcp.FileSystemWriter):
         self._commit()
 
 
-def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike) -> None:
-    """Writes safetensors (several files above 5 GB), ``config.json``, the model's code and the tokenizer.
-
-    The folder loads by ``from_pretrained`` of the model's class, and of ``AutoModelForCausalLM`` and the like with
-    ``trust_remote_code=True``.
-
-    Every rank calls it. Weights keep their dtype; quantised ones become the values that the model computed with.
-    Sharded ones are gathered one by one into rank 0's CPU memory. An existing folder is replaced once the new one is
-    whole.
-
-    Args:
-        model: a Hugging Face model: plain, DDP or FSDP2.
-        path: the folder to make.
-
-    Raises:
-        RuntimeError: on every rank, if rank 0 could not write.
-    """
-    path, model = Path(path).absolute(), _unwrap(model)
-    weights = {}
-    for name, weight in model_tensors(model).items():
-        weight = dequantized(weight)
-        full = (
-            weight.full_tensor() if isinstance(weight, DTensor) else weight
-        )  # a collective: on every rank, in this order
-        if _rank() == 0:
-            weights[name] = full.cpu()
-        del full
-
-    def write() -> None:
-        staging, replaced = path.with_name(f"{path.name}.staging"), path.with_name(f"{path.name}.replaced")
-        for leftover in (staging, replaced):
-            leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover, ignore_errors=True)
-        model.save_pretrained(staging, state_dict=weights, max_shard_size="5GB")
-        if (architecture := project_architecture(model)) is not None:
-            write_model_code(staging, architecture)
-        tokenizer.save_pretrained(staging)
-        for file in staging.iterdir():
-            _sync_to_disk(file)
-        if path.exists():
-            os.rename(path, replaced)
-        os.rename(staging, path)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-    together(write if _rank() == 0 else nothing, RuntimeError, f"the final model cannot be written to {path}")
-    if _rank() == 0:
-        logger.info("wrote the final model to %s", path)
-
-
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, without DDP's ``module.``; tied ones once, under their first name.
 
@@ -345,7 +293,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: the model is still on the meta device.
     """
-    model = _unwrap(model)
+    model = unwrap(model)
     state = model.state_dict()  # before named_parameters: it makes FSDP2 put back its sharded parameters
     names = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
@@ -353,10 +301,6 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     if meta := [name for name, value in tensors.items() if value.is_meta]:
         raise ValueError(f"{meta[0]} and {len(meta) - 1} more are on the meta device: initialise the model first.")
     return tensors
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _check_same_tensors(tensors: dict[str, torch.Tensor], metadata: Metadata, folder: Path) -> None:
@@ -413,7 +357,7 @@ def _promote(staging: Path) -> None:
     if final.exists():
         _remove(final)
     os.rename(staging, final)
-    _sync_to_disk(final.parent)
+    sync_to_disk(final.parent)
 
 
 def _remove(folder: Path) -> None:
@@ -428,7 +372,7 @@ def _check_writable(directory: Path, name: str) -> None:
 
     def write() -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / f".probe_{token}_{_rank()}").touch()
+        (directory / f".probe_{token}_{own_rank()}").touch()
 
     def look() -> None:
         if not (directory / f".probe_{token}_0").exists():
@@ -439,11 +383,7 @@ def _check_writable(directory: Path, name: str) -> None:
         together(look, ValueError, f"{name} is not shared: give a folder on a file system that all nodes share")
     finally:
         with suppress(OSError):
-            (directory / f".probe_{token}_{_rank()}").unlink()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+            (directory / f".probe_{token}_{own_rank()}").unlink()
 
 
 def _save_object(value: Any, path: Path) -> None:
@@ -453,7 +393,7 @@ def _save_object(value: Any, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_to_disk(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """fsync of a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class HostCopy:
         return self._value
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model itself where DDP wraps it."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor: the very object, not an alias."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -91,7 +98,7 @@ def _sharded_axes(parameter: torch.Tensor) -> tuple:
     return parameter.device_mesh, axes
 
 
-def global_grad_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+def global_grad_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
     """L2 norm of all gradients of all ranks, each element counted once whatever the sharding: FP32 scalar.
 
     Gradients may live on different meshes (dense and expert parameters): squares are summed per (mesh, sharded axes)
@@ -116,6 +123,11 @@ def global_grad_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     return total.sqrt()
 
 
+def own_rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def together(function: Callable[[], Any], error_type: type[Exception], what: str) -> list[Any]:
     """Calls ``function`` and returns every rank's result; if one rank failed, all raise, so that nobody waits for it.
 
@@ -126,7 +138,7 @@ def together(function: Callable[[], Any], error_type: type[Exception], what: str
         error_type: what to raise.
         what: the message's beginning: what could not be done, and the fix.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = own_rank()
     result, failure, cause = None, None, None
     try:
         result = function()

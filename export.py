@@ -1,4 +1,4 @@
-"""The model code that travels with exported weights, so that ``AutoModel`` loads them where this project is not.
+"""The final model: its weights, and its code, so that ``AutoModel`` loads them where this project is not.
 
     AutoModelForCausalLM.from_pretrained("final_model", trust_remote_code=True)
 
@@ -10,10 +10,21 @@ and their imports of each other made relative. Nothing else in them changes.
 
 import ast
 import json
+import logging
+import os
+import shutil
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from checkpoint import model_tensors, sync_to_disk
+from distributed import nothing, own_rank, together, unwrap
+from quantized_parameters import dequantized
+
+
+logger = logging.getLogger(__name__)
 
 PROJECT_DIR = Path(__file__).resolve().parent
 MODEL_MODULES = {"NVLlamaForCausalLM": "modeling_llama_te", "NVMixtralForCausalLM": "modeling_mixtral_te"}
@@ -28,6 +39,53 @@ AUTO_CLASSES = {
 }
 # Imported only where they are. transformers demands every package that a file imports outside a try block.
 OPTIONAL_PACKAGES = ("triton", "transformer_engine")
+
+
+def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike) -> None:
+    """Writes safetensors (several files above 5 GB), ``config.json``, the model's code and the tokenizer.
+
+    The folder loads by ``from_pretrained`` of the model's class, and of ``AutoModelForCausalLM`` and the like with
+    ``trust_remote_code=True``.
+
+    Every rank calls it. Weights keep their dtype; quantised ones become the values that the model computed with.
+    Sharded ones are gathered one by one into rank 0's CPU memory. An existing folder is replaced once the new one is
+    whole.
+
+    Args:
+        model: a Hugging Face model: plain, DDP or FSDP2.
+        path: the folder to make.
+
+    Raises:
+        RuntimeError: on every rank, if rank 0 could not write.
+    """
+    path, model = Path(path).absolute(), unwrap(model)
+    weights = {}
+    for name, weight in model_tensors(model).items():
+        weight = dequantized(weight)
+        # A collective: on every rank, in this order.
+        full = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if own_rank() == 0:
+            weights[name] = full.cpu()
+        del full
+
+    def write() -> None:
+        staging, replaced = path.with_name(f"{path.name}.staging"), path.with_name(f"{path.name}.replaced")
+        for leftover in (staging, replaced):
+            leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover, ignore_errors=True)
+        model.save_pretrained(staging, state_dict=weights, max_shard_size="5GB")
+        if (architecture := project_architecture(model)) is not None:
+            write_model_code(staging, architecture)
+        tokenizer.save_pretrained(staging)
+        for file in staging.iterdir():
+            sync_to_disk(file)
+        if path.exists():
+            os.rename(path, replaced)
+        os.rename(staging, path)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    together(write if own_rank() == 0 else nothing, RuntimeError, f"the final model cannot be written to {path}")
+    if own_rank() == 0:
+        logger.info("wrote the final model to %s", path)
 
 
 def write_model_code(folder: Path, architecture: str) -> None:

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import te_backend
 from config import ConfigError, TrainConfig
+from distributed import own_rank, unwrap
 from paths import project_path
 from precision import PrecisionPlan
 from quantization_stats_config import Request, check_quantized_weights, requests_for, restrict_to_formats
@@ -90,7 +90,7 @@ class StatisticsWriter:
     """Appends to this rank's file. A resumed run drops what an earlier run wrote about the steps that it repeats."""
 
     def __init__(self, log_dir: Path):
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = own_rank()
         self.path = log_dir / LOG_FOLDER / f"nvdlfw_inspect_globalrank-{rank}.log"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._logger = logging.getLogger(f"{__name__}.{rank}")
@@ -151,7 +151,7 @@ class InspectStatistics:
 
     def attach(self, model: nn.Module, start_step: int) -> None:
         _say_what_is_left_out(model)
-        self._api.infer_and_assign_layer_names(_unwrap(model))
+        self._api.infer_and_assign_layer_names(unwrap(model))
         self._api.initialize_training_step(start_step)
         self._writer.open(start_step)
 
@@ -185,7 +185,7 @@ class ReferenceStatistics:
     def attach(self, model: nn.Module, start_step: int) -> None:
         _say_what_is_left_out(model)
         problems: list[str] = []
-        for layer_name, layer, recipe in low_precision_layers(_unwrap(model)):
+        for layer_name, layer, recipe in low_precision_layers(unwrap(model)):
             for module_name, module in layer.named_modules():
                 if not hasattr(module, "observer"):
                     continue
@@ -220,7 +220,7 @@ class ReferenceStatistics:
 
     def step(self) -> None:
         merged, self._collected = merge_over_ranks(self._collected), {}
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if own_rank() == 0:
             for (layer, tensor), requests in self._requests.items():
                 for request in requests:
                     if request.due(self._iteration):
@@ -268,7 +268,3 @@ def inspect_name(layer_name: str, module_name: str) -> str:
 def _say_what_is_left_out(model: nn.Module) -> None:
     if any(hasattr(module, "scaling_tensors") for module in model.modules()):
         logger.info("statistics: of attention's linear layers; TransformerEngine has none for the experts' operations")
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model

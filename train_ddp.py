@@ -16,10 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import te_backend
-from checkpoint import Checkpointer, save_final_model
+from checkpoint import Checkpointer
 from config import load_config, register_schema
 from dataset import build_train_loader, build_validation_loader, load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
+from export import save_final_model
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
 from phases import phase

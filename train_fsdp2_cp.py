@@ -19,11 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import te_backend
-from checkpoint import Checkpointer, save_final_model
+from checkpoint import Checkpointer
 from config import TrainConfig, load_config, register_schema
 from context_parallel import SplitBatches, init_context_parallel, set_context_parallel_group
 from dataset import build_train_loader, build_validation_loader, load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
+from export import save_final_model
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
 from phases import phase

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import te_backend
-from checkpoint import Checkpointer, save_final_model
+from checkpoint import Checkpointer
 from config import TrainConfig, load_config, register_schema
 from dataset import build_train_loader, build_validation_loader, load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
 from expert_parallel import check_layout, expert_blocks, fsdp_placement, shard_experts, sum_gradients
+from export import save_final_model
 from mixture_of_experts import RouterTotals
 from modeling_mixtral_te import NVMixtralConfig, NVMixtralForCausalLM
 from optimizer import build_optimizer, clip_and_step

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import evaluate
-from checkpoint import save_final_model
 from config import DatasetConfig, TrainConfig, ValidationConfig
 from convert import convert_llama_hf_to_te
 from dataset import build_validation_loader, load_tokenizer
 from dist_utils import run_on_ranks
+from export import save_final_model
 from modeling_llama_te import NVLlamaForCausalLM
 from scoring import cut_windows
 from training import validate

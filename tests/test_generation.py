@@ -18,9 +18,9 @@ from transformers import (
 import generate
 import generation
 import te_reference
-from checkpoint import save_final_model
 from convert import convert_folder, convert_llama_hf_to_te, hf_to_te_state_dict
 from dataset import load_tokenizer
+from export import save_final_model
 from generation import KVCache, PaddedBatch
 from modeling_llama_te import InferenceParams as ExportedInferenceParams
 from modeling_llama_te import (

@@ -51,7 +51,7 @@ PLACES = {
     "validation": ("training", "validate"),
     "saving": ("checkpoint", "Checkpointer.save"),
     "background": ("checkpoint", "Checkpointer._commit"),
-    "final model": ("checkpoint", "save_final_model"),
+    "final model": ("export", "save_final_model"),
 }
 
 

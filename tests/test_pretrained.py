@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import pretrained
-from checkpoint import save_final_model
 from config import DatasetConfig, TrainConfig, ValidationConfig
 from dataset import build_validation_loader, load_tokenizer
 from dist_utils import run_on_ranks, run_script
+from export import save_final_model
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 from weight_init import initialize_weights
 

@@ -6,9 +6,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import te_reference
-from checkpoint import save_final_model
 from dist_utils import run_on_ranks
 from distributed import local_tensor
+from export import save_final_model
 from low_precision import Run, make_config
 from modeling_llama_te import NVLlamaForCausalLM
 from paths import PROJECT_DIR
