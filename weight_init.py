@@ -38,9 +38,13 @@ def initialize_weights(
             # values of its own, which are replaced below.
             if getattr(module, "primary_weights_in_fp8", False):
                 module.reset_parameters()
+        for buffer in model.buffers():  # to_empty left them uninitialised
+            buffer.zero_()  # Mixtral's router bias
         for module in model.modules():
-            if module._buffers:
-                model._init_weights(module)  # Hugging Face's RoPE: to_empty left its buffers uninitialised
+            # Hugging Face's RoPE. Not a module with parameters: drawing sharded ones gives all ranks one generator
+            # state, and stochastic rounding wants them different.
+            if module._buffers and not module._parameters:
+                model._init_weights(module)
         model.tie_weights()
     if init_from_pretrained is not None:
         load_weights(model, project_path(init_from_pretrained))

@@ -1,6 +1,7 @@
 """Expert parallelism over gloo: dispatch, layouts, resuming across layouts, the script."""
 
 import json
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -235,6 +236,25 @@ def test_no_rank_holds_a_copy(tmp_path):
         assert shapes["mlp.experts.fc2_weight"] == ((E, 32, 48), (E // 2, 16, 48))
         for name, (whole, local) in shapes.items():
             assert torch.Size(local).numel() * 4 == torch.Size(whole).numel(), name
+
+
+def _initial_biases() -> torch.Tensor:
+    with torch.device("meta"):
+        model = NVMixtralForCausalLM(NVMixtralConfig(**FIELDS, router_bias_update_rate=0.1, te_backend="reference"))
+    config = TrainConfig(parallelism=ParallelismConfig(dp_size=1, ep_size=2))
+    shard(model, config, DistributedContext(dist.get_rank(), 0, 2, torch.device("cpu")))
+    generator = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        initialize_weights(model, torch.device("cpu"), seed=1)
+    assert torch.equal(torch.get_rng_state(), generator)
+    return torch.stack([layer.mlp.gate.expert_bias for layer in model.model.layers])
+
+
+def test_initial_weights_draw_nothing_from_the_ranks_generators():
+    """A drawn DTensor would give all ranks one state, and with it the same stochastic rounding."""
+    for biases_LE in run_on_ranks(_initial_biases, 2):
+        assert torch.equal(biases_LE, torch.zeros(2, E))
 
 
 def _mesh_neighbours() -> list[int]:
