@@ -5,10 +5,14 @@ without torchrun forms a group of one, so that the scripts have no special case.
 """
 
 import atexit
+import functools
+import logging
 import os
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,6 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+
+
+PATIENCE = timedelta(seconds=5)
+"""How long ranks that fail wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,10 @@ class DistributedContext:
 
 
 def init_distributed(timeout_minutes: int = 30) -> DistributedContext:
-    """Joins the process group that torchrun's environment describes, or makes one of a single process."""
+    """Joins the process group that torchrun's environment describes, or makes one of a single process.
+
+    Ranks other than 0 log warnings and errors only from then on.
+    """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
@@ -49,6 +60,8 @@ def init_distributed(timeout_minutes: int = 30) -> DistributedContext:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, **options)
+    if rank > 0:
+        logging.getLogger().setLevel(logging.WARNING)
     return DistributedContext(rank, local_rank, world_size, device)
 
 
@@ -156,6 +169,49 @@ def together(function: Callable[[], Any], error_type: type[Exception], what: str
 
 def nothing() -> None:
     """What the other ranks do in :func:`together` while rank 0 works."""
+
+
+def errors_once(main: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a script's ``main``: an error that several ranks raise is printed by rank 0 alone; all exit with 1.
+
+    The ranks learn of each other's errors from the process group's store, not by a collective, in which other ranks may
+    wait for them. Nobody leaves before the error is printed: torchrun ends all ranks as soon as one has left.
+    """
+
+    @functools.wraps(main)
+    def guarded(*args: Any) -> None:
+        try:
+            main(*args)
+        except Exception as error:
+            if not dist.is_initialized() or dist.get_world_size() == 1:
+                raise
+            _print_once(error)
+            sys.exit(1)
+
+    return guarded
+
+
+def _print_once(error: Exception) -> None:
+    """Prints the error with its traceback, unless rank 0 has printed, or prints within PATIENCE, the same."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, others = dist.get_rank(), range(1, dist.get_world_size())
+    text = "".join(traceback.format_exception(error))
+    if rank == 0:
+        print(text, file=sys.stderr, flush=True)
+        with suppress(RuntimeError):  # the store's errors: too late, or its host is gone
+            store.set("printed", text)
+            store.wait([f"seen by {other}" for other in others], PATIENCE)  # rank 0 may be the store's host
+        return
+    printed = ""
+    with suppress(RuntimeError):
+        store.wait(["printed"], PATIENCE)
+        printed = store.get("printed").decode()
+    # Its cause, too: together's error is the same everywhere, and what led to it may be known to this rank alone.
+    said = ["".join(traceback.format_exception_only(part)) for part in (error, error.__cause__) if part is not None]
+    if not all(f"\n{part}" in f"\n{printed}" for part in said):
+        print(f"rank {rank}:\n{text}", file=sys.stderr, flush=True)
+    with suppress(RuntimeError):
+        store.set(f"seen by {rank}", "")
 
 
 def leave_group() -> None:

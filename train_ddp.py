@@ -19,7 +19,7 @@ import te_backend
 from checkpoint import Checkpointer
 from config import load_config, register_schema
 from dataset import build_train_loader, build_validation_loader, load_tokenizer
-from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
+from distributed import DistributedContext, all_reduce_sum, errors_once, init_distributed, shut_down
 from export import save_final_model
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
@@ -57,10 +57,11 @@ def replicate(model: nn.Module, ctx: DistributedContext) -> nn.Module:
 
 
 @hydra.main(version_base="1.3", config_path="hydra_config/llama", config_name="defaults")
+@errors_once
 def main(cfg: DictConfig) -> None:
-    # 1. Configuration, processes.
-    config = load_config(cfg, script="train_ddp")
+    # 1. Processes, configuration.
     ctx = init_distributed()
+    config = load_config(cfg, script="train_ddp")
     torch.manual_seed(config.seed + ctx.rank)  # stochastic rounding; data and weights have generators of their own
     run_dir = run_folder(config, "train_ddp")
 

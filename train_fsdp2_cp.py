@@ -23,7 +23,7 @@ from checkpoint import Checkpointer
 from config import TrainConfig, load_config, register_schema
 from context_parallel import SplitBatches, init_context_parallel, set_context_parallel_group
 from dataset import build_train_loader, build_validation_loader, load_tokenizer
-from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
+from distributed import DistributedContext, all_reduce_sum, errors_once, init_distributed, shut_down
 from export import save_final_model
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
@@ -72,10 +72,11 @@ def shard(model: nn.Module, config: TrainConfig, ctx: DistributedContext) -> Non
 
 
 @hydra.main(version_base="1.3", config_path="hydra_config/llama", config_name="defaults")
+@errors_once
 def main(cfg: DictConfig) -> None:
-    # 1. Configuration, processes.
-    config = load_config(cfg, script="train_fsdp2_cp")
+    # 1. Processes, configuration.
     ctx = init_distributed()
+    config = load_config(cfg, script="train_fsdp2_cp")
     torch.manual_seed(config.seed + ctx.rank)  # stochastic rounding; data and weights have generators of their own
     run_dir = run_folder(config, "train_fsdp2_cp")
 

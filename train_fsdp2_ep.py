@@ -24,7 +24,7 @@ import te_backend
 from checkpoint import Checkpointer
 from config import TrainConfig, load_config, register_schema
 from dataset import build_train_loader, build_validation_loader, load_tokenizer
-from distributed import DistributedContext, all_reduce_sum, init_distributed, shut_down
+from distributed import DistributedContext, all_reduce_sum, errors_once, init_distributed, shut_down
 from expert_parallel import check_layout, expert_blocks, fsdp_placement, shard_experts, sum_gradients
 from export import save_final_model
 from mixture_of_experts import RouterTotals
@@ -89,10 +89,11 @@ def shard(model: nn.Module, config: TrainConfig, ctx: DistributedContext) -> Non
 
 
 @hydra.main(version_base="1.3", config_path="hydra_config/mixtral", config_name="defaults")
+@errors_once
 def main(cfg: DictConfig) -> None:
-    # 1. Configuration, processes.
-    config = load_config(cfg, script="train_fsdp2_ep")
+    # 1. Processes, configuration.
     ctx = init_distributed()
+    config = load_config(cfg, script="train_fsdp2_ep")
     torch.manual_seed(config.seed + ctx.rank)  # stochastic rounding; data and weights have generators of their own
     run_dir = run_folder(config, "train_fsdp2_ep")
 

@@ -1,5 +1,7 @@
-"""distributed.py: one global gradient norm, whatever the meshes."""
+"""distributed.py: one global gradient norm, whatever the meshes; errors that are printed once; the end of a process."""
 
+import logging
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import distributed
 from dist_utils import RanksFailed, run_on_ranks, run_script
-from distributed import global_grad_norm
+from distributed import errors_once, global_grad_norm, init_distributed, together
 
 
 def parameter_with_grad(value: list[float], grad: list[float] | None, mesh=None, placements=None) -> torch.nn.Parameter:
@@ -80,3 +83,50 @@ def test_shut_down_runs_exit_handlers_and_flushes(tmp_path):
         run_script(script, world_size=2, environment={"PYTHONPATH": repository})
     assert failed.value.exit_codes == [3, 3]
     assert str(failed.value).count("output exit handler") == 2
+
+
+@errors_once
+def fails(how: str) -> None:
+    rank = init_distributed().rank
+    distributed.PATIENCE = timedelta(seconds=1)
+    logging.basicConfig()
+    logging.warning("a warning of rank %d", rank)
+    if how == "all":
+        raise ValueError("the same everywhere")
+    if how == "one":
+        assert rank == 0
+        dist.barrier()
+    if how == "each its own":
+        raise ValueError(f"one of rank {rank}")
+    if how == "together":
+        together(lambda: 1 // (1 - rank), RuntimeError, "no quotient")
+
+
+def failure(how: str) -> RanksFailed:
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(fails, 2, how, init=False)
+    return failed.value
+
+
+def test_an_error_of_all_ranks_is_printed_once():
+    failed = failure("all")
+    assert failed.exit_codes == [1, 1]
+    assert str(failed).count("ValueError: the same everywhere") == 1
+    assert "a warning of rank 1" in str(failed)
+
+
+def test_an_error_of_one_rank_is_printed_by_it():
+    assert "rank 1:\nTraceback" in str(failure("one"))
+    printed = str(failure("each its own"))
+    assert "ValueError: one of rank 0" in printed and "ValueError: one of rank 1" in printed
+    # All raise together's error, whose cause only rank 1 knows.
+    assert "\nZeroDivisionError: integer division or modulo by zero\n\nThe above" in str(failure("together"))
+
+
+def test_scripts_report_a_bad_config_and_log_once(tmp_path):
+    argv = ["--config-name=L0_sanity", "num_train_steps=1", "validation.enabled=false", "fp8_config.enabled=true"]
+    assert "".join(run_script("train_fsdp2_ep.py", argv, 2, cwd=tmp_path)).count("precision: ") == 1
+    with pytest.raises(RanksFailed) as failed:
+        run_script("train_fsdp2_ep.py", [*argv, "seed=-1"], 2, cwd=tmp_path)
+    assert failed.value.exit_codes == [1, 1]
+    assert str(failed.value).count("seed=-1 must be at least 0") == 1
