@@ -188,8 +188,8 @@ class TrainConfig:
     """false: plain Hugging Face LlamaForCausalLM in the same loop."""
     dtype: str = "auto"
     """Parameter dtype: float32 or bfloat16; auto: bfloat16 on a GPU, float32 on a CPU."""
-    use_fp32_master_weights: bool = False
-    """FP32 master copies of BF16 (or quantised) parameters in the optimiser."""
+    use_fp32_master_weights: bool | None = None
+    """FP32 master copies of BF16 (or quantised) parameters in the optimiser; null: of quantised ones only."""
     use_sequence_packing: bool = False
     """THD: windows are packed back to back without padding; else BSHD: one window per row, padded on the right."""
     use_meta_device: bool = True

@@ -141,6 +141,11 @@ def low_precision_problems(config: "TrainConfig", world_size: int) -> list[str]:
             "fp8_config.quantized_model_init_kwargs.enabled=true contradicts config_kwargs.use_quantized_model_init="
             "false: drop one of them."
         )
+    if config.use_fp32_master_weights is False and (qinit.enabled or asked):
+        problems.append(
+            "use_fp32_master_weights=false with quantised init: updates are too small for weights held in 8 bits or "
+            "fewer, and add up in FP32 masters only. Set it to true (or leave it out), or turn quantised init off."
+        )
     if fp8.enabled or fp4.enabled:
         if not config.use_te:
             problems.append("use_te=false (Hugging Face's model) has no low precision: set use_te=true.")

@@ -80,6 +80,7 @@ def test_layer_formats(overrides, expected, caplog):
             [*FP8, "fp8_config.quantized_model_init_kwargs.preserve_high_precision_init_val=true"],
             "needs quantised init",
         ),
+        ([*FP8, "+config_kwargs.use_quantized_model_init=true", "use_fp32_master_weights=false"], "in FP32 masters"),
         ([*FP8, "use_te=false"], "use_te=false"),
         ([*FP8, "use_torch_compile=true"], "use_torch_compile=true"),
         (["quant_stats_config.enabled=true"], "nothing quantised to measure"),
