@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim.lr_scheduler import LambdaLR
 
 from config import CheckpointConfig
-from distributed import nothing, own_rank, together, unwrap
+from distributed import by_reason, nothing, own_rank, together, unwrap
 from optimizer import initialize_state
 from quantized_parameters import delayed_scaling_tensors, is_quantized, requantize_from_masters
 from scheduler import set_completed_steps
@@ -93,7 +93,8 @@ class Checkpointer:
     ):
         self.config, self.model, self.optimizer, self.scheduler = config, model, optimizer, scheduler
         self.directory = None if config.ckpt_dir is None else Path(config.ckpt_dir).absolute() / script
-        self._pending: Future | None = None
+        self._pending: tuple[Future, str] | None = None
+        """The save in the background, and what to say if it fails."""
         self._group: dist.ProcessGroup | None = None
         if self.directory is None:
             return
@@ -135,7 +136,10 @@ class Checkpointer:
         """
         self._wait()
         staging = self.directory / f"step_{step}.staging"
-        what = f"{self.directory / f'step_{step}'} cannot be written"
+        what = (
+            f"{self.directory / f'step_{step}'} cannot be written: make room, or make the folder writable, and start "
+            "again with checkpoint.resume_from_checkpoint=true; what was committed before is whole"
+        )
         together(partial(self._make_staging, staging) if own_rank() == 0 else nothing, RuntimeError, what)
         # Before DCP's exchange, so that its end on rank 0 means that these files are whole too.
         together(partial(_save_object, rank_state, staging / f"rank_{own_rank()}.pt"), RuntimeError, what)
@@ -151,11 +155,11 @@ class Checkpointer:
         }
         try:
             if self.config.async_save:
-                self._pending = dcp.async_save(self._tensors(), process_group=self._group, **options)
+                self._pending = dcp.async_save(self._tensors(), process_group=self._group, **options), what
             else:
                 dcp.save(self._tensors(), **options)
         except CheckpointException as error:
-            raise RuntimeError(f"{what}: {error}") from error
+            raise RuntimeError(f"{what}. {_reasons(error)}") from error
 
     def load(self) -> LoadedCheckpoint | None:
         """Loads the newest committed checkpoint into model, optimiser and scheduler.
@@ -186,7 +190,7 @@ class Checkpointer:
             # In place: the tensors are the model's and the optimiser's own, so nothing is cast or copied twice.
             dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
         except CheckpointException as error:
-            raise RuntimeError(f"{folder} cannot be read: {error}") from error
+            raise RuntimeError(f"{folder} cannot be read. {_reasons(error)}") from error
         for group in self.optimizer.param_groups:
             if "step" in group:
                 group["step"] = progress["optimizer_steps"]
@@ -208,12 +212,13 @@ class Checkpointer:
         self._wait()
 
     def _wait(self) -> None:
-        pending, self._pending = self._pending, None
+        if self._pending is None:
+            return
+        (pending, what), self._pending = self._pending, None
         try:
-            if pending is not None:
-                pending.result()
+            pending.result()
         except CheckpointException as error:
-            raise RuntimeError(f"the last checkpoint in {self.directory} was not written: {error}") from error
+            raise RuntimeError(f"{what}. {_reasons(error)}") from error
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of a checkpoint by its name; they share the memory of the model and the optimiser."""
@@ -282,6 +287,11 @@ class _CommittingWriter(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         self._commit()
+
+
+def _reasons(error: CheckpointException) -> str:
+    """What DCP's own message hides in tracebacks, in one line."""
+    return by_reason({rank: f"{type(e).__name__}: {e}" for rank, (e, _) in error.failures.items()})
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -151,20 +151,27 @@ def together(function: Callable[[], Any], error_type: type[Exception], what: str
         error_type: what to raise.
         what: the message's beginning: what could not be done, and the fix.
     """
-    rank = own_rank()
     result, failure, cause = None, None, None
     try:
         result = function()
     except Exception as error:
-        failure, cause = f"rank {rank}: {type(error).__name__}: {error}", error
+        failure, cause = f"{type(error).__name__}: {error}", error
     outcomes = [(result, failure)]
     if dist.is_initialized():
         outcomes = [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, (result, failure))
-    failures = [failure for _, failure in outcomes if failure is not None]
+    failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
     if failures:
-        raise error_type(f"{what}. {'; '.join(failures)}") from cause
+        raise error_type(f"{what}. {by_reason(failures)}") from cause
     return [result for result, _ in outcomes]
+
+
+def by_reason(failures: dict[int, str]) -> str:
+    """Failures by rank in one line, equal ones together: ``rank 0, 2: ...; rank 1: ...``."""
+    ranks: dict[str, list[str]] = defaultdict(list)
+    for rank, failure in sorted(failures.items()):
+        ranks[failure].append(str(rank))
+    return "; ".join(f"rank {', '.join(several)}: {failure}" for failure, several in ranks.items())
 
 
 def nothing() -> None:

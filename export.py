@@ -83,7 +83,8 @@ def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path:
         os.rename(staging, path)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    together(write if own_rank() == 0 else nothing, RuntimeError, f"the final model cannot be written to {path}")
+    what = f"the final model cannot be written to {path}: make room, or make the folder writable"
+    together(write if own_rank() == 0 else nothing, RuntimeError, what)
     if own_rank() == 0:
         logger.info("wrote the final model to %s", path)
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import resource
 import signal
 import time
 from concurrent.futures import Future
@@ -444,6 +445,35 @@ def several_ranks(folder: str) -> None:
 def test_failures_of_one_rank_are_errors_of_all(tmp_path):
     run_on_ranks(several_ranks, 4, str(tmp_path))
     assert steps_in(tmp_path / "new" / "deep") == ["step_1"]
+
+
+def save_where_files_are_cut_off(folder: str) -> list[str]:
+    """Two ranks; the operating system refuses files above 3,000 bytes."""
+    messages = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for async_save in (False, True):
+        run = Run(f"{folder}/{async_save}", "fsdp2", width=64, async_save=async_save).train(1, 1)
+        run.checkpointer.save(1, {})
+        run.checkpointer.close()
+        saved = run.snapshot()
+        run.train(2, 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
+        with pytest.raises(RuntimeError) as error:
+            run.checkpointer.save(2, {})
+            run.checkpointer.close()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        messages.append(str(error.value))
+        assert run.checkpointer.load().step == 1
+        assert_equal(run.snapshot(), saved)
+    return messages
+
+
+def test_a_failed_write_says_why_where_and_what_to_do_in_one_line(tmp_path):
+    for messages in run_on_ranks(save_where_files_are_cut_off, 2, str(tmp_path)):
+        for message, async_save in zip(messages, (False, True), strict=True):
+            assert message.startswith(f"{tmp_path}/{async_save}/train_x/step_2 cannot be written: make room")
+            assert message.endswith("rank 0, 1: OSError: [Errno 27] File too large")
+            assert "\n" not in message
 
 
 @pytest.fixture(autouse=True)
