@@ -108,7 +108,7 @@ class Checkpointer:
         self._earlier: set[Path] = set()
         """Checkpoints of another run: never pruned, and moved aside where one of the same step is saved."""
         if own_rank() == 0 and not config.resume_from_checkpoint:
-            self._earlier = {folder for _, folder in _committed(self.directory)}
+            self._earlier = {folder for _, folder in committed_checkpoints(self.directory)}
             if self._earlier:
                 logger.warning(
                     "%s holds %d checkpoints of an earlier run. This run starts afresh; its own count as newer, the "
@@ -171,7 +171,7 @@ class Checkpointer:
             ValueError: on every rank, if the checkpoint is of another model or another kind of optimiser.
         """
         self._wait()
-        find = partial(_committed, self.directory, warn=True) if own_rank() == 0 else nothing
+        find = partial(committed_checkpoints, self.directory, warn=True) if own_rank() == 0 else nothing
         found = together(find, RuntimeError, f"{self.directory} cannot be read")[0]
         if not found:
             if own_rank() == 0:
@@ -246,7 +246,7 @@ class Checkpointer:
 
     def _commit(self, staging: Path, progress: dict[str, Any]) -> None:
         """Rank 0, once every rank has written everything: makes the checkpoint count, then prunes."""
-        earlier = _committed(self.directory)
+        earlier = committed_checkpoints(self.directory)
         progress = progress | {
             "world_size": dist.get_world_size() if dist.is_initialized() else 1,
             "commit": earlier[-1][0]["commit"] + 1 if earlier else 1,  # the order of commits
@@ -266,7 +266,7 @@ class Checkpointer:
         _promote(staging)
         logger.info("saved %s", final)
         if self.config.max_checkpoints is not None:
-            own = [folder for _, folder in _committed(self.directory) if folder not in self._earlier]
+            own = [folder for _, folder in committed_checkpoints(self.directory) if folder not in self._earlier]
             for folder in own[: -self.config.max_checkpoints]:
                 try:
                     _remove(folder)
@@ -335,7 +335,7 @@ def _check_same_tensors(tensors: dict[str, torch.Tensor], metadata: Metadata, fo
         )
 
 
-def _committed(directory: Path, warn: bool = False) -> list[tuple[dict[str, Any], Path]]:
+def committed_checkpoints(directory: Path, warn: bool = False) -> list[tuple[dict[str, Any], Path]]:
     """(marker, folder) of every whole checkpoint, the oldest first; ``warn`` names the folders passed over."""
     found = []
     for folder in sorted(directory.iterdir()):

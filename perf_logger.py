@@ -25,6 +25,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PretrainedConfig
 
+from checkpoint import committed_checkpoints
 from config import TrainConfig, save_resolved
 from distributed import DistributedContext, nothing, together
 from loggers import RunLoggers
@@ -146,6 +147,7 @@ class PerfLogger:
     ):
         self._ctx = ctx
         self._model_config = model_config
+        self._checkpoints = None if config.checkpoint.ckpt_dir is None else run_dir
         self._frequency = config.logger.frequency
         self._num_train_steps = config.num_train_steps
         self._peak_tflops = peak_bf16_tflops(ctx.device)
@@ -154,6 +156,7 @@ class PerfLogger:
         self.rank_consumed_tokens = consumed_tokens if ctx.is_main else 0
         """This rank's part of the tokens consumed so far, padding excluded: save it with the rank's state."""
         self._step = self._logged_step = resumed_step
+        self._latest: tuple[torch.Tensor | float, torch.Tensor | float] = 0.0, 0.0  # loss and gradient norm
         self._window = [0, 0, 0]  # tokens, tokens without padding, sum of squared lengths since the last logged step
         self._run_tokens_per_gpu, self._run_seconds = 0.0, 0.0
         self._shown: dict[str, str] = {}  # beside the bar, and in the summary; the latest validation loss stays
@@ -185,6 +188,17 @@ class PerfLogger:
         finally:
             self._synchronize()
             self._start += time.perf_counter() - entered
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """:meth:`untimed`, for a checkpoint: of good weights only.
+
+        Raises:
+            FloatingPointError: as :meth:`log_step`, of a step that was not one to log.
+        """
+        with self.untimed():
+            self._require_finite()
+            yield
 
     def start_step(self, step: int) -> None:
         """Opens the profiler window if it begins here, and in it the step's range, which :meth:`log_step` ends."""
@@ -223,9 +237,12 @@ class PerfLogger:
             validation_loss: nats per valid token, where validation ran after this step; the same on every rank, or None
                 on every rank.
             more_metrics: further JSON values, asked for at a logged step only.
+
+        Raises:
+            FloatingPointError: on every rank, once the step is logged, if its loss or gradient norm is not finite.
         """
         assert step == self._step + 1, f"step {step} does not follow step {self._step}"
-        self._step = step
+        self._step, self._latest = step, (loss, grad_norm)
         self._profiler.end_range()
         if self._profiler.closes_after(step):
             with self.untimed():
@@ -238,7 +255,7 @@ class PerfLogger:
             return
 
         # The host waits for the device here, and in no step that is not logged.
-        loss, grad_norm = float(loss), float(grad_norm)
+        loss, grad_norm = self._latest = float(loss), float(grad_norm)
         tokens, unpadded_tokens, squares, consumed_tokens, peak_bytes = self._gather()
         self._synchronize()
         now = time.perf_counter()
@@ -268,6 +285,21 @@ class PerfLogger:
         self._run_seconds += seconds
         if self._ctx.is_main:
             self._write(metrics, now)
+        self._require_finite()
+
+    def _require_finite(self) -> None:
+        """Ends a run that is lost, on every rank alike: all have the same loss and norm. Called where the host has
+        waited for the device anyway."""
+        loss, grad_norm = map(float, self._latest)
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        found = committed_checkpoints(self._checkpoints) if self._checkpoints is not None else []
+        last = f"The last committed checkpoint is {found[-1][1]}" if found else "No checkpoint is committed"
+        raise FloatingPointError(
+            f"step {self._step}: the loss is {loss}, the gradient norm {grad_norm}: every later step would be lost. "
+            f"{last}. The same run would come to the same end: change what drives it there, such as adamw_kwargs.lr, "
+            "lr_scheduler_kwargs.num_warmup_steps, max_grad_norm or the precision."
+        )
 
     def close(self) -> None:
         """Ends the profiler window, the bar and the loggers, and prints a summary of the run on rank 0."""
@@ -301,9 +333,9 @@ class PerfLogger:
     def _write(self, metrics: dict[str, Any], now: float) -> None:
         # JSON has no NaN or infinity.
         values = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in metrics.items()}
-        for key in ("loss", "grad_norm", "validation_loss"):
-            if key in values and values[key] is None:
-                logger.warning("Step %d: %s is %s (null in the metrics).", metrics["step"], key, metrics[key])
+        validation_loss = metrics.get("validation_loss", 0.0)
+        if not math.isfinite(validation_loss):
+            logger.warning("step %d: validation_loss is %s (null in the metrics)", metrics["step"], validation_loss)
         self._loggers.log(values)
         if "validation_loss" in metrics:
             self._validation_loss = {"val loss": f"{metrics['validation_loss']:.4f}"}

@@ -131,7 +131,7 @@ def main(cfg: DictConfig) -> None:
             )
             preempted = preemption.stops_after(step, batch.signalled_ranks)
             if saves_after(step, config, preempted):
-                with perf.untimed(), phase("checkpoint"):
+                with perf.saving(), phase("checkpoint"):
                     checkpointer.save(step, rank_state(loader, perf.rank_consumed_tokens, ctx.device))
             if preempted:
                 break

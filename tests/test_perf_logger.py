@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 import sys
 
 import pytest
@@ -230,15 +231,32 @@ def test_untimed(tmp_path, clock):
     assert [line["step_time_seconds"] for line in read(tmp_path / "metrics.jsonl")] == [3.0, 4.0]
 
 
-def test_not_a_number_is_null_and_said(tmp_path, caplog):
+@pytest.mark.parametrize("loss, grad_norm", [(math.nan, 1.0), (math.inf, 1.0), (2.0, math.nan)])
+def test_not_a_number_ends_the_run(tmp_path, loss, grad_norm):
+    """Once it is logged, as null; JSON has no other word."""
     logger = PerfLogger(make_config(), tmp_path, CPU, LLAMA, 0, 0)
-    log(logger, 1, loss=torch.tensor(float("nan")), grad_norm=float("inf"))
+    log(logger, 1)
+    with pytest.raises(FloatingPointError, match=f"step 2: the loss is {loss}, the gradient norm {grad_norm}: .*No ch"):
+        log(logger, 2, loss=torch.tensor(loss), grad_norm=grad_norm)
     logger.close()
-    (line,) = read(tmp_path / "metrics.jsonl")
-    assert line["loss"] is None
-    assert line["grad_norm"] is None
-    assert "loss is nan" in caplog.text
-    assert "grad_norm is inf" in caplog.text
+    line = read(tmp_path / "metrics.jsonl")[1]
+    assert [line[key] for key in ("loss", "grad_norm")] == [v if math.isfinite(v) else None for v in (loss, grad_norm)]
+
+
+def test_a_validation_loss_that_is_not_a_number_is_null_and_said(tmp_path, caplog):
+    logger = PerfLogger(make_config(), tmp_path, CPU, LLAMA, 0, 0)
+    log(logger, 1, validation_loss=math.nan)
+    logger.close()
+    assert read(tmp_path / "metrics.jsonl")[0]["validation_loss"] is None
+    assert "validation_loss is nan" in caplog.text
+
+
+def test_lost_weights_are_not_saved_after_a_step_that_is_not_logged(tmp_path):
+    logger = PerfLogger(make_config(logger=LoggerConfig(frequency=5)), tmp_path, CPU, LLAMA, 0, 0)
+    log(logger, 1, loss=math.nan)
+    with pytest.raises(FloatingPointError, match="step 1"), logger.saving():
+        raise AssertionError("they would be saved")
+    logger.close()
 
 
 def test_a_step_out_of_order_is_a_bug_of_the_caller(tmp_path):

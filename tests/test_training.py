@@ -4,8 +4,10 @@ early.
 The ranks are processes of this machine over gloo.
 """
 
+import itertools
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -19,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import training
 from config import TrainConfig
 from dataset import load_tokenizer
 from dist_utils import REPOSITORY, RanksFailed, run_on_ranks, run_script
@@ -58,6 +61,19 @@ def call_main(script: str, argv: list[str], folder: str) -> None:
     sys.argv = [script, *argv]
     sys.path.insert(0, str(REPOSITORY))
     runpy.run_path(str(REPOSITORY / f"{script}.py"), run_name="__main__")
+
+
+def call_main_with_a_lost_step(script: str, argv: list[str], folder: str, lost_step: int) -> None:
+    original, steps = training.next_global_batch, itertools.count(1)
+
+    def next_global_batch(*args, **kwargs):
+        batch = original(*args, **kwargs)
+        if next(steps) == lost_step:
+            batch.num_targets = batch.num_targets * float("nan")
+        return batch
+
+    training.next_global_batch = next_global_batch
+    call_main(script, argv, folder)
 
 
 def train(
@@ -192,6 +208,20 @@ def test_killed_between_a_log_and_a_checkpoint(data, tmp_path):
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, stop + 1))
     assert losses(rows)[: len(before)] == losses(before)
+
+
+def test_a_lost_run_ends_and_its_good_checkpoint_stays(data, tmp_path):
+    """NaN at a step that saves and is not logged: nothing takes the place of the only checkpoint that is kept."""
+    argv = ["--config-name", "L0_sanity", *TINY, f"dataset.load_dataset_kwargs.path={data}", "num_train_steps=20"]
+    argv += [f"checkpoint.ckpt_dir={tmp_path}", "checkpoint.save_every_n_steps=2", "checkpoint.max_checkpoints=1"]
+    argv += ["logger.frequency=10"]
+    with pytest.raises(RanksFailed) as failed:
+        run_on_ranks(call_main_with_a_lost_step, 2, "train_ddp", argv, str(tmp_path), 6, init=False)
+    assert failed.value.exit_codes == [1, 1]
+    last = tmp_path / "train_ddp" / "step_4"
+    error = f"FloatingPointError: step 6: the loss is nan, the gradient norm nan: .* committed checkpoint is {last}"
+    assert len(re.findall(error, str(failed.value))) == 1
+    assert [path.name for path in tmp_path.glob("train_ddp/step_*")] == ["step_4"]
 
 
 # ---- What a run leaves. ----
