@@ -60,6 +60,13 @@ class Preemption:
     def arm(self, config: TrainConfig, ctx: DistributedContext) -> None:
         """Takes over both signals for the rest of the process. Call it on every rank, right before the first step."""
         self._config, self._ctx = config, ctx
+        checkpoint = config.checkpoint
+        if ctx.is_main and checkpoint.ckpt_dir and not (checkpoint.save_every_n_steps or checkpoint.save_final_model):
+            logger.warning(
+                "checkpoint.ckpt_dir=%s without save_every_n_steps and save_final_model: %s.",
+                checkpoint.ckpt_dir,
+                "only SIGTERM and SIGUSR1 lead to a checkpoint" if config.can_save else "nothing is saved",
+            )
         for number in SIGNALS:
             signal.signal(number, self._take_note)
 

@@ -303,7 +303,7 @@ def test_a_signal_is_noted(restore_handlers, number):
 
 
 def test_ranks_leave_when_any_was_signalled_but_not_after_the_last_step(restore_handlers, caplog):
-    preemption = armed(num_train_steps=3, ckpt_dir="ckpt")
+    preemption = armed(num_train_steps=3, ckpt_dir="ckpt", save_every_n_steps=5)
     assert not preemption.stops_after(1, HostCopy(torch.tensor(0.0)))
     assert not preemption.stops_after(3, HostCopy(torch.tensor(2.0)))
     assert preemption.exit_status == 0 and not caplog.text
@@ -311,6 +311,24 @@ def test_ranks_leave_when_any_was_signalled_but_not_after_the_last_step(restore_
     assert preemption.exit_status == 143
     assert "leaving after step 2 of 3" in caplog.text
     assert "resume_from_checkpoint=true" in caplog.text  # it is not set
+
+
+@pytest.mark.parametrize(
+    "options, warning",
+    [
+        ({}, "only SIGTERM and SIGUSR1 lead to a checkpoint"),
+        ({"stateful": False}, "save_final_model: nothing is saved"),
+        ({"save_every_n_steps": 5}, ""),
+        ({"save_final_model": True}, ""),
+    ],
+)
+def test_a_folder_that_nothing_is_saved_to_is_said(restore_handlers, caplog, options, warning):
+    options = dict(options)
+    config = TrainConfig()
+    config.dataset.use_stateful_dataloader = options.pop("stateful", True)
+    config.checkpoint = CheckpointConfig(ckpt_dir="ckpt", **options)
+    Preemption().arm(config, DistributedContext(0, 0, 1, torch.device("cpu")))
+    assert warning in caplog.text if warning else not caplog.text
 
 
 def test_can_save():
