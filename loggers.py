@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from config import TrainConfig
+from metrics_file import read_metrics
 from preemption import hidden_from_children
 
 
@@ -182,25 +183,16 @@ def move_aside(path: Path) -> None:
 
 
 def drop_later_steps(path: Path, resumed_step: int) -> int:
-    """Keeps the lines of steps up to ``resumed_step``; the file is replaced in one move: a crash loses nothing.
+    """Keeps the records of steps up to ``resumed_step``; the file is replaced in one move: a crash loses nothing.
 
     Returns:
         The last step that was there; 0 if there was none.
     """
-    lines = path.read_text(errors="replace").splitlines()
-    kept, step = [], 0
-    for number, line in enumerate(lines, start=1):
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number}: not a metrics line; repair it or move the file away.") from error
-        if step <= resumed_step:
-            kept.append(line + "\n")
-    if len(kept) < len(lines):
-        logger.info("Dropped %d lines after step %d from %s.", len(lines) - len(kept), resumed_step, path)
+    records = read_metrics(path)
+    kept = [record for record in records if record["step"] <= resumed_step]
+    if len(kept) < len(records):
+        logger.info("Dropped %d lines after step %d from %s.", len(records) - len(kept), resumed_step, path)
     replacement = path.with_name(path.name + ".tmp")
-    replacement.write_text("".join(kept))
+    replacement.write_text("".join(json.dumps(record) + "\n" for record in kept))
     os.replace(replacement, path)
-    return step
+    return records[-1]["step"] if records else 0

@@ -30,6 +30,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 
+from metrics_file import read_metrics
+
 
 # Sections of the config that say where a run writes, not how it trains.
 NOT_TRAINING = ("checkpoint.", "logger.", "wandb.", "profiler.")
@@ -95,29 +97,18 @@ def read_runs(paths: list[Path]) -> list[Run]:
     levels = 1 if len(parents) == 1 else 0  # one run alone is named by its last two folders
     shared = os.path.commonpath([parent.parents[levels] for parent in parents])
     return [
-        Run(os.path.relpath(parent, shared), read_metrics(file), read_config(file.with_name("config.yaml")))
+        Run(os.path.relpath(parent, shared), read_records(file), read_config(file.with_name("config.yaml")))
         for parent, file in zip(parents, files)
     ]
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every line but a last one that is still being written."""
+def read_records(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        records = read_metrics(path)
     except OSError as error:
         raise ValueError(
             f"{path}: {error.strerror}; give a run's folder, which holds metrics.jsonl, or that file."
         ) from error
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line, parse_constant=lambda name: None)  # NaN and Infinity are no JSON
-            record["step"], record["loss"]
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number}: not a metrics line.") from error
-        records.append(record)
     if not records:
         raise ValueError(f"{path}: no step has been logged yet.")
     return records
