@@ -217,6 +217,10 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             scores, source, characters = evaluate(options, ctx.device)
             result = summary(scores, characters)
+            if not math.isfinite(result["loss"]):
+                raise ValueError(
+                    f"the loss of {options.model} is {result['loss']}: its weights are no trained model's."
+                )
             if ctx.is_main and options.scores is not None:
                 write_scores(options.scores, scores, source.names() if source.names else None)
     except (ValueError, OSError) as error:

@@ -156,7 +156,7 @@ class PerfLogger:
         self.rank_consumed_tokens = consumed_tokens if ctx.is_main else 0
         """This rank's part of the tokens consumed so far, padding excluded: save it with the rank's state."""
         self._step = self._logged_step = resumed_step
-        self._latest: tuple[torch.Tensor | float, torch.Tensor | float] = 0.0, 0.0  # loss and gradient norm
+        self._latest: dict[str, torch.Tensor | float] = {}  # what must be finite
         self._window = [0, 0, 0]  # tokens, tokens without padding, sum of squared lengths since the last logged step
         self._run_tokens_per_gpu, self._run_seconds = 0.0, 0.0
         self._shown: dict[str, str] = {}  # beside the bar, and in the summary; the latest validation loss stays
@@ -239,10 +239,11 @@ class PerfLogger:
             more_metrics: further JSON values, asked for at a logged step only.
 
         Raises:
-            FloatingPointError: on every rank, once the step is logged, if its loss or gradient norm is not finite.
+            FloatingPointError: on every rank, once the step is logged, if its loss, gradient norm or validation loss is
+                not finite.
         """
         assert step == self._step + 1, f"step {step} does not follow step {self._step}"
-        self._step, self._latest = step, (loss, grad_norm)
+        self._step, self._latest = step, {"loss": loss, "gradient norm": grad_norm}
         self._profiler.end_range()
         if self._profiler.closes_after(step):
             with self.untimed():
@@ -255,7 +256,8 @@ class PerfLogger:
             return
 
         # The host waits for the device here, and in no step that is not logged.
-        loss, grad_norm = self._latest = float(loss), float(grad_norm)
+        loss, grad_norm = float(loss), float(grad_norm)
+        self._latest = {"loss": loss, "gradient norm": grad_norm}
         tokens, unpadded_tokens, squares, consumed_tokens, peak_bytes = self._gather()
         self._synchronize()
         now = time.perf_counter()
@@ -277,7 +279,7 @@ class PerfLogger:
             "consumed_tokens": consumed_tokens,
         }
         if validation_loss is not None:
-            metrics["validation_loss"] = float(validation_loss)
+            metrics["validation_loss"] = self._latest["validation loss"] = float(validation_loss)
         if more_metrics is not None:
             metrics |= more_metrics()
         self._window, self._logged_step = [0, 0, 0], step
@@ -288,15 +290,15 @@ class PerfLogger:
         self._require_finite()
 
     def _require_finite(self) -> None:
-        """Ends a run that is lost, on every rank alike: all have the same loss and norm. Called where the host has
+        """Ends a run that is lost, on every rank alike: all have the same losses and norm. Called where the host has
         waited for the device anyway."""
-        loss, grad_norm = map(float, self._latest)
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+        values = {name: float(value) for name, value in self._latest.items()}
+        if all(map(math.isfinite, values.values())):
             return
         found = committed_checkpoints(self._checkpoints) if self._checkpoints is not None else []
         last = f"The last committed checkpoint is {found[-1][1]}" if found else "No checkpoint is committed"
         raise FloatingPointError(
-            f"step {self._step}: the loss is {loss}, the gradient norm {grad_norm}: every later step would be lost. "
+            f"step {self._step}: {', '.join(f'{name} {value}' for name, value in values.items())}: the run is lost. "
             f"{last}. The same run would come to the same end: change what drives it there, such as adamw_kwargs.lr, "
             "lr_scheduler_kwargs.num_warmup_steps, max_grad_norm or the precision."
         )
@@ -333,9 +335,6 @@ class PerfLogger:
     def _write(self, metrics: dict[str, Any], now: float) -> None:
         # JSON has no NaN or infinity.
         values = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in metrics.items()}
-        validation_loss = metrics.get("validation_loss", 0.0)
-        if not math.isfinite(validation_loss):
-            logger.warning("step %d: validation_loss is %s (null in the metrics)", metrics["step"], validation_loss)
         self._loggers.log(values)
         if "validation_loss" in metrics:
             self._validation_loss = {"val loss": f"{metrics['validation_loss']:.4f}"}

@@ -218,6 +218,15 @@ def test_bad_input(arguments, message, model_folder, parquet, tmp_path, capsys):
     assert message in f"{error.value} {capsys.readouterr().err}"
 
 
+def test_lost_weights_are_said(hf, parquet, tmp_path):
+    lost = convert_llama_hf_to_te(hf, te_backend="reference")
+    with torch.no_grad():
+        lost.model.norm.weight.fill_(float("nan"))
+    save_final_model(lost, load_tokenizer(TOKENIZER), tmp_path / "lost")
+    with pytest.raises(SystemExit, match=r"the loss of .*lost is nan: its weights are no trained model's"):
+        evaluate.main([str(tmp_path / "lost"), str(parquet), "--max-seq-length", str(WINDOW)])
+
+
 def test_the_harness_gets_the_model(model_folder, monkeypatch, capsys):
     """A stand-in for lm-eval with the two names that the adapter uses."""
     seen = {}
