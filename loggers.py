@@ -8,7 +8,8 @@ them is there twice:
 - wandb's history cannot be rewritten: the run whose id ``wandb_run.json`` keeps goes on, and steps that it has already
   are left out.
 
-A new run in a used folder moves the older run's files aside and is a wandb run of its own.
+A new run in a used folder moves the older run's files aside, its ``config.yaml`` too, all under the same number
+(``metrics.1.jsonl``, ``config.1.yaml``), and is a wandb run of its own.
 """
 
 import importlib
@@ -39,11 +40,15 @@ class RunLoggers:
         resumed_step: optimiser steps completed before this run; 0 for a new run.
 
     Raises:
-        ValueError: the metrics file cannot be written or continued.
+        ValueError: the metrics file cannot be written or continued, or an older run's files not be moved aside.
     """
 
     def __init__(self, config: TrainConfig, run_dir: Path, resumed_step: int):
         self.metrics_path = Path(config.logger.metrics_path or run_dir / "metrics.jsonl")
+        if not resumed_step:
+            own = [run_dir / name for name in ("config.yaml", "tensorboard", "wandb_run.json")]
+            metrics = self.metrics_path.resolve()
+            move_aside(*own, *([metrics] if metrics.is_file() else []))  # /dev/null and the like stay
         jsonl = JsonLinesLogger(self.metrics_path, resumed_step)
         run_dir.mkdir(parents=True, exist_ok=True)
         self._loggers: list[JsonLinesLogger | TensorBoardLogger | WandbLogger] = [jsonl]
@@ -74,8 +79,7 @@ class RunLoggers:
 class JsonLinesLogger:
     """Appends whole lines to the metrics file.
 
-    A resumed run first drops the lines of steps after ``resumed_step`` and a last line that was cut short. A new run
-    moves an older run's file aside, to ``metrics.1.jsonl``, ``metrics.2.jsonl``, ...
+    A resumed run first drops the lines of steps after ``resumed_step`` and a last line that was cut short.
 
     Raises:
         ValueError: if the file cannot be written, or a line that is not its last is not a metrics line.
@@ -89,8 +93,6 @@ class JsonLinesLogger:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_file() and resumed_step:
                 self.last_step = drop_later_steps(path, resumed_step)
-            elif path.is_file():
-                move_aside(path)
             self._file = path.open("a", buffering=1)
         except OSError as error:
             raise ValueError(
@@ -111,8 +113,6 @@ class TensorBoardLogger:
     def __init__(self, folder: Path, resumed_step: int):
         from torch.utils.tensorboard import SummaryWriter  # needs the tensorboard package
 
-        if folder.is_dir() and not resumed_step:
-            move_aside(folder)
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1 if resumed_step else None)
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -174,12 +174,24 @@ def scalars(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def move_aside(path: Path) -> None:
-    """Renames ``name.suffix`` to ``name.1.suffix``, or the first number that is free."""
-    names = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
-    kept = next(name for name in names if not name.exists())
-    path.rename(kept)
-    logger.info("Kept the metrics of an earlier run as %s.", kept)
+def move_aside(*paths: Path) -> None:
+    """Renames what is there of these from ``name.suffix`` to ``name.<n>.suffix``, with the first number that is free
+    for all of them.
+
+    Raises:
+        ValueError: one cannot be renamed.
+    """
+    try:
+        found = [path for path in paths if path.is_file() or path.is_dir()]
+        for n in itertools.count(1):
+            names = [path.with_name(f"{path.stem}.{n}{path.suffix}") for path in found]
+            if not any(name.exists() for name in names):
+                break
+        for path, kept in zip(found, names, strict=True):
+            path.rename(kept)
+            logger.info("Kept %s of an earlier run as %s.", path.name, kept)
+    except OSError as error:
+        raise ValueError(f"the files of an earlier run cannot be moved aside: {error}") from error
 
 
 def drop_later_steps(path: Path, resumed_step: int) -> int:

@@ -14,6 +14,7 @@ import io
 import json
 import math
 import os
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ def read_runs(paths: list[Path]) -> list[Run]:
     levels = 1 if len(parents) == 1 else 0  # one run alone is named by its last two folders
     shared = os.path.commonpath([parent.parents[levels] for parent in parents])
     return [
-        Run(os.path.relpath(parent, shared), read_records(file), read_config(file.with_name("config.yaml")))
+        Run(os.path.relpath(parent, shared), read_records(file), read_config(config_of(file)))
         for parent, file in zip(parents, files)
     ]
 
@@ -112,6 +113,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if not records:
         raise ValueError(f"{path}: no step has been logged yet.")
     return records
+
+
+def config_of(metrics: Path) -> Path:
+    """The config saved beside a metrics file; of ``metrics.<n>.jsonl``, which a later run moved aside, its own."""
+    moved = re.fullmatch(r"(.+)\.(\d+)", metrics.stem)
+    if moved is None:
+        return metrics.with_name("config.yaml")
+    config = metrics.with_name(f"config.{moved[2]}.yaml")
+    is_aside = config.is_file() or metrics.with_name(moved[1] + metrics.suffix).is_file()  # or a name such as lr0.5
+    return config if is_aside else metrics.with_name("config.yaml")
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -111,6 +111,20 @@ def test_tensorboard_files_of_another_run_are_moved_aside(tmp_path):
     assert events(tmp_path / "tensorboard.1", "loss") == [(1, 1.0), (2, 2.0)]
 
 
+def test_files_of_another_run_are_moved_aside_under_one_number(tmp_path, wandb):
+    config = TrainConfig(logger=LoggerConfig(tensorboard=True), wandb=WandbConfig(mode="online"))
+    for content in ("first", "second"):
+        log(config, tmp_path, [1])
+        (tmp_path / "config.yaml").write_text(content)
+    (tmp_path / "metrics.2.jsonl").touch()  # a number that is taken for one file is taken for all
+    log(config, tmp_path, [1])
+    for n in (1, 3):
+        for name in (f"metrics.{n}.jsonl", f"config.{n}.yaml", f"tensorboard.{n}", f"wandb_run.{n}.json"):
+            assert (tmp_path / name).exists(), name
+    assert [(tmp_path / f"config.{n}.yaml").read_text() for n in (1, 3)] == ["first", "second"]
+    assert not (tmp_path / "config.yaml").exists()  # perf_logger.py writes it
+
+
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_wandb_continues_the_same_run_and_never_repeats_a_step(tmp_path, wandb, mode):
     config = TrainConfig(wandb=WandbConfig(mode=mode))

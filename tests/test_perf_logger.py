@@ -1,6 +1,7 @@
 import json
 import logging
 import math
+import re
 import sys
 
 import pytest
@@ -304,6 +305,8 @@ def test_new_run_keeps_the_old_files(tmp_path, caplog):
     counts = {path.name: len(read(path)) for path in tmp_path.glob("*.jsonl")}
     assert counts == {"metrics.1.jsonl": 1, "metrics.2.jsonl": 2, "metrics.jsonl": 3}
     assert "metrics.2.jsonl" in caplog.text
+    configs = [(tmp_path / name).read_text() for name in ("config.1.yaml", "config.2.yaml", "config.yaml")]
+    assert [re.findall(r"^num_train_steps: (\d)$", text, re.M) for text in configs] == [["1"], ["2"], ["3"]]
 
 
 def test_metrics_path(tmp_path):

@@ -46,6 +46,16 @@ def test_a_folder_or_a_file_and_a_line_being_written(tmp_path):
     assert plot_run.read_runs([folder])[0].name == "ckpt/train_ddp"
 
 
+def test_metrics_that_were_moved_aside_have_their_own_config(tmp_path):
+    folder = write_run(tmp_path / "run", [3.0], {"seed": 2})
+    for name in ("metrics.1.jsonl", "metrics.2.jsonl", "lr0.5.jsonl"):
+        (folder / name).write_text('{"step": 1, "loss": 2.0}\n')
+    (folder / "config.1.yaml").write_text("seed: 1\n")
+    runs = plot_run.read_runs([folder / name for name in ("metrics.1.jsonl", "metrics.2.jsonl", "lr0.5.jsonl")])
+    assert [run.config for run in runs] == [{"seed": 1}, {}, {"seed": 2}]  # unknown rather than another run's
+    assert plot_run.read_runs([folder])[0].config == {"seed": 2}
+
+
 def test_what_cannot_be_read_is_said(tmp_path):
     folder = write_run(tmp_path / "run", [1.0])
     with pytest.raises(SystemExit, match=r"nothing/metrics.jsonl: No such file .* give a run's folder"):
