@@ -13,8 +13,11 @@ How a checkpoint comes to count. It is written into ``step_<N>.staging/``: first
 everything. There, with no further communication, it writes the marker (atomically), renames the folder to
 ``step_<N>`` and prunes. So at any moment a kill leaves either the new checkpoint whole or the previous one untouched.
 A folder counts if its marker is there and every file that the marker lists has its size; others are passed over, with
-a warning. The newest is the one committed last, not the one with the largest N: a run that starts afresh in a used
-folder must not continue, or be pruned in favour of, the older run.
+a warning. The newest is the one committed last, not the one with the largest N.
+
+A run that starts afresh in a used folder notes in ``earlier_runs.json``, beside the checkpoints, the number of the last
+commit of the runs before it. Those checkpoints are kept: whoever resumes later does not continue from them, does not
+prune them, and moves one aside where it saves the same step.
 
 Hyperparameters are not stored: a resumed run follows its own config (learning rate, betas, schedule) and gets from the
 checkpoint what no config can say: weights, moments, masters, step counts. Of a parameter held in a compute format the
@@ -56,6 +59,7 @@ from scheduler import set_completed_steps
 logger = logging.getLogger(__name__)
 
 MARKER = "commit.json"
+EARLIER_RUNS = "earlier_runs.json"
 FOLDER_NAME = re.compile(r"step_\d+(\.staging)?")
 
 
@@ -80,7 +84,8 @@ class Checkpointer:
         scheduler: of ``scheduler.build_scheduler``.
 
     Raises:
-        ValueError: on every rank, if any of them cannot write to the folder or does not see the others' files.
+        ValueError: on every rank, if any of them cannot write to the folder or does not see the others' files, if
+            another run has it in use, or if its ``earlier_runs.json`` is damaged.
     """
 
     def __init__(
@@ -105,22 +110,34 @@ class Checkpointer:
         if config.async_save and dist.is_initialized():
             # The background thread communicates while the training loop does, and must not share its groups.
             self._group = dist.new_group(backend="gloo")
-        self._earlier: set[Path] = set()
-        """Checkpoints of another run: never pruned, and moved aside where one of the same step is saved."""
-        if own_rank() == 0 and not config.resume_from_checkpoint:
-            self._earlier = {folder for _, folder in committed_checkpoints(self.directory)}
-            if self._earlier:
-                logger.warning(
-                    "%s holds %d checkpoints of an earlier run. This run starts afresh; its own count as newer, the "
-                    "others are kept. To continue that run instead, set checkpoint.resume_from_checkpoint=true.",
-                    self.directory,
-                    len(self._earlier),
-                )
+        separate = self._separate_earlier_runs if own_rank() == 0 else nothing
+        self._last_earlier_commit: int = together(separate, ValueError, f"{self.directory} cannot be used")[0]
+        """Commits up to this number are of earlier runs: never loaded or pruned, and moved aside where their step is
+        saved again."""
 
     def _take_lock(self) -> None:
         """Rank 0: one run at a time; the operating system lets go when the process ends, however it does."""
         self._lock = open(self.directory.with_name(f".{self.directory.name}.lock"), "a")  # noqa: SIM115  held as long as this object
         fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def _separate_earlier_runs(self) -> int:
+        """Rank 0: the number of the last commit that is not this run's; a run that starts afresh notes it on disk."""
+        last_earlier = last_earlier_commit(self.directory)
+        committed = committed_checkpoints(self.directory)
+        if self.config.resume_from_checkpoint or not committed:
+            return last_earlier
+        logger.warning(
+            "%s holds %d checkpoints of an earlier run. This run starts afresh; the others are kept, and no longer "
+            "resumed from: %s says so. To continue from them instead, delete that file and set "
+            "checkpoint.resume_from_checkpoint=true.",
+            self.directory,
+            len(committed),
+            self.directory / EARLIER_RUNS,
+        )
+        if (last := committed[-1][0]["commit"]) > last_earlier:
+            write_atomically(self.directory / EARLIER_RUNS, json.dumps({"last_commit": last}) + "\n")
+            return last
+        return last_earlier
 
     def save(self, step: int, rank_state: dict[str, Any]) -> None:
         """Saves the state after ``step`` optimiser steps.
@@ -162,7 +179,7 @@ class Checkpointer:
             raise RuntimeError(f"{what}. {_reasons(error)}") from error
 
     def load(self) -> LoadedCheckpoint | None:
-        """Loads the newest committed checkpoint into model, optimiser and scheduler.
+        """Loads the newest committed checkpoint of this run, not of earlier ones, into model, optimiser and scheduler.
 
         Returns:
             None, with a warning, if there is none.
@@ -173,11 +190,20 @@ class Checkpointer:
         self._wait()
         find = partial(committed_checkpoints, self.directory, warn=True) if own_rank() == 0 else nothing
         found = together(find, RuntimeError, f"{self.directory} cannot be read")[0]
-        if not found:
-            if own_rank() == 0:
+        own = [(marker, folder) for marker, folder in found if marker["commit"] > self._last_earlier_commit]
+        if not own:
+            if own_rank() == 0 and found:
+                logger.warning(
+                    "starting from step 0: the %d checkpoints in %s belong to earlier runs, says %s. Delete that file "
+                    "to make them count again.",
+                    len(found),
+                    self.directory,
+                    self.directory / EARLIER_RUNS,
+                )
+            elif own_rank() == 0:
                 logger.warning("no committed checkpoint in %s: starting from step 0", self.directory)
             return None
-        progress, folder = found[-1]
+        progress, folder = own[-1]
         initialize_state(self.optimizer)
         tensors = self._tensors()
         reader = dcp.FileSystemReader(folder)
@@ -238,7 +264,7 @@ class Checkpointer:
         """Rank 0: an empty staging folder, after tidying up what a killed run left."""
         for leftover in self.directory.glob("step_*.staging"):
             if _marker(leftover) is not None:
-                _promote(leftover)  # killed between commit and rename
+                self._make_final(leftover)  # killed between commit and rename
             else:
                 logger.warning("removing %s: it was never committed", leftover)
                 _remove(leftover)
@@ -246,32 +272,32 @@ class Checkpointer:
 
     def _commit(self, staging: Path, progress: dict[str, Any]) -> None:
         """Rank 0, once every rank has written everything: makes the checkpoint count, then prunes."""
-        earlier = committed_checkpoints(self.directory)
+        commits = [marker["commit"] for marker, _ in committed_checkpoints(self.directory)]
         progress = progress | {
             "world_size": dist.get_world_size() if dist.is_initialized() else 1,
-            "commit": earlier[-1][0]["commit"] + 1 if earlier else 1,  # the order of commits
+            "commit": max([self._last_earlier_commit, *commits]) + 1,  # the order of commits
             "files": {file.name: file.stat().st_size for file in staging.iterdir()},
         }
-        temporary = staging / f"{MARKER}.tmp"
-        temporary.write_text(json.dumps(progress, indent=1))
-        sync_to_disk(temporary)
-        os.rename(temporary, staging / MARKER)
-        sync_to_disk(staging)
-        final = staging.with_suffix("")
-        if final in self._earlier:
-            aside = final.with_name(f"{final.name}.earlier_{uuid.uuid4().hex[:8]}")
-            os.rename(final, aside)
-            self._earlier.remove(final)
-            logger.warning("kept %s of an earlier run as %s", final, aside.name)
-        _promote(staging)
-        logger.info("saved %s", final)
+        write_atomically(staging / MARKER, json.dumps(progress, indent=1))
+        self._make_final(staging)
+        logger.info("saved %s", staging.with_suffix(""))
         if self.config.max_checkpoints is not None:
-            own = [folder for _, folder in committed_checkpoints(self.directory) if folder not in self._earlier]
-            for folder in own[: -self.config.max_checkpoints]:
+            own = committed_checkpoints(self.directory, after_commit=self._last_earlier_commit)
+            for _, folder in own[: -self.config.max_checkpoints]:
                 try:
                     _remove(folder)
                 except OSError as error:  # the new checkpoint is whole all the same
                     logger.warning("cannot remove the old checkpoint %s: %s", folder, error)
+
+    def _make_final(self, staging: Path) -> None:
+        """Rank 0: ``_promote``, after moving a checkpoint of an earlier run out of the way."""
+        final = staging.with_suffix("")
+        there = _marker(final)
+        if there is not None and there["commit"] <= self._last_earlier_commit:
+            aside = final.with_name(f"{final.name}.earlier_{uuid.uuid4().hex[:8]}")
+            os.rename(final, aside)
+            logger.warning("kept %s of an earlier run as %s", final, aside.name)
+        _promote(staging)
 
 
 class _CommittingWriter(dcp.FileSystemWriter):
@@ -335,8 +361,32 @@ def _check_same_tensors(tensors: dict[str, torch.Tensor], metadata: Metadata, fo
         )
 
 
-def committed_checkpoints(directory: Path, warn: bool = False) -> list[tuple[dict[str, Any], Path]]:
-    """(marker, folder) of every whole checkpoint, the oldest first; ``warn`` names the folders passed over."""
+def last_earlier_commit(directory: Path) -> int:
+    """What ``earlier_runs.json`` says: commits up to this number are not the present run's; 0 without that file.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    path = directory / EARLIER_RUNS
+    try:
+        return int(json.loads(path.read_text())["last_commit"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged: delete it, and the checkpoints of earlier runs count as this one's"
+        ) from error
+
+
+def committed_checkpoints(
+    directory: Path, after_commit: int = 0, warn: bool = False
+) -> list[tuple[dict[str, Any], Path]]:
+    """(marker, folder) of every whole checkpoint, the oldest first.
+
+    Args:
+        after_commit: those with a greater commit number only; 0: all.
+        warn: name the folders passed over because they are not whole.
+    """
     found = []
     for folder in sorted(directory.iterdir()):
         if folder.is_dir() and FOLDER_NAME.fullmatch(folder.name):
@@ -345,7 +395,8 @@ def committed_checkpoints(directory: Path, warn: bool = False) -> list[tuple[dic
                 found.append((marker, folder))
             elif warn:
                 logger.warning("ignoring %s: half-written or damaged (no valid %s)", folder, MARKER)
-    return sorted(found, key=lambda pair: pair[0]["commit"])
+    newer = (pair for pair in found if pair[0]["commit"] > after_commit)
+    return sorted(newer, key=lambda pair: pair[0]["commit"])
 
 
 def _marker(folder: Path) -> dict[str, Any] | None:
@@ -401,6 +452,15 @@ def _save_object(value: Any, path: Path) -> None:
         torch.save(value, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces the file in one move; durable when this returns."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    sync_to_disk(temporary)
+    os.replace(temporary, path)
+    sync_to_disk(path.parent)
 
 
 def sync_to_disk(path: Path) -> None:

@@ -85,7 +85,8 @@ class CheckpointConfig:
     save_every_n_steps: int = 0
     """0: none but that of a run which SIGTERM or SIGUSR1 ends early (preemption.py)."""
     resume_from_checkpoint: bool = False
-    """Continue from the newest committed checkpoint; from step 0, with a warning, if there is none."""
+    """Continue from the newest checkpoint committed since a run last started afresh in the folder; from step 0, with a
+    warning, if there is none."""
     save_final_model: bool = False
     """After the last step write ``ckpt_dir/<script name>/final_model/``: safetensors, config, tokenizer."""
     max_checkpoints: int | None = None

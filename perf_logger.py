@@ -25,7 +25,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PretrainedConfig
 
-from checkpoint import committed_checkpoints
+from checkpoint import committed_checkpoints, last_earlier_commit
 from config import TrainConfig, save_resolved
 from distributed import DistributedContext, nothing, together
 from loggers import RunLoggers
@@ -295,7 +295,9 @@ class PerfLogger:
         values = {name: float(value) for name, value in self._latest.items()}
         if all(map(math.isfinite, values.values())):
             return
-        found = committed_checkpoints(self._checkpoints) if self._checkpoints is not None else []
+        found = []
+        if (folder := self._checkpoints) is not None:
+            found = committed_checkpoints(folder, after_commit=last_earlier_commit(folder))
         last = f"The last committed checkpoint is {found[-1][1]}" if found else "No checkpoint is committed"
         raise FloatingPointError(
             f"step {self._step}: {', '.join(f'{name} {value}' for name, value in values.items())}: the run is lost. "

@@ -63,7 +63,7 @@ def make_config(
         dataset=DatasetConfig(load_dataset_kwargs={"path": "unused"}),
         adamw_kwargs=AdamWConfig(lr=lr),
         lr_scheduler_kwargs=SchedulerConfig(num_warmup_steps=1, num_decay_steps=20),
-        checkpoint=CheckpointConfig(ckpt_dir=folder),
+        checkpoint=CheckpointConfig(ckpt_dir=folder, resume_from_checkpoint=folder is not None),
         **options,
     )
 

@@ -75,7 +75,7 @@ class Run:
         config = TrainConfig(adamw_kwargs=AdamWConfig(lr=lr), use_fp32_master_weights=masters)
         self.optimizer = build_optimizer(self.model, config, te_reference)
         self.scheduler = build_scheduler(self.optimizer, SchedulerConfig(num_warmup_steps=2, num_decay_steps=9))
-        config = CheckpointConfig(ckpt_dir=str(folder), **options)
+        config = CheckpointConfig(ckpt_dir=str(folder), **{"resume_from_checkpoint": True} | options)
         self.checkpointer = Checkpointer(config, "train_x", self.model, self.optimizer, self.scheduler)
 
     def train(self, first: int, last: int) -> "Run":
@@ -101,6 +101,11 @@ class Run:
             snapshot[f"lr {index}"] = torch.tensor(group["lr"], dtype=torch.float64)
             snapshot[f"step {index}"] = torch.tensor(group.get("step", 0))
         return snapshot
+
+
+def fresh(folder, **options) -> Run:
+    """A run that does not resume; ``Run`` does where there is something."""
+    return Run(folder, resume_from_checkpoint=False, **options)
 
 
 def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -156,15 +161,84 @@ def test_newest_is_the_one_committed_last_and_the_earlier_run_is_kept(tmp_path, 
     old = Run(tmp_path, save_every_n_steps=1).train(1, 1)
     for step in (1, 2, 3):
         old.checkpointer.save(step, {"run": "old"})
-    new = Run(tmp_path, save_every_n_steps=1, max_checkpoints=1)
+    new = fresh(tmp_path, save_every_n_steps=1, max_checkpoints=1)
     assert "holds 3 checkpoints of an earlier run" in caplog.text
     new.checkpointer.save(1, {"run": "new"})
     loaded = Run(tmp_path).checkpointer.load()
     assert (loaded.step, loaded.rank_states) == (1, [{"run": "new"}])
     new.checkpointer.save(4, {"run": "new"})
-    aside, *others = sorted(steps_in(tmp_path), key=lambda name: "earlier" not in name)
+    aside, *others = sorted(steps_in(tmp_path), key=lambda name: ".earlier_" not in name)
     assert aside.startswith("step_1.earlier_")
-    assert others == ["step_2", "step_3", "step_4"]
+    assert others == ["earlier_runs.json", "step_2", "step_3", "step_4"]
+
+
+def test_a_resume_never_goes_behind_a_run_that_started_afresh(tmp_path, caplog):
+    """a saves, b starts afresh and saves nothing: c is not the continuation of a, and says how it could be."""
+    for step in (10, 20):
+        Run(tmp_path).checkpointer.save(step, {"run": "a"})
+    fresh(tmp_path)
+    caplog.clear()
+    third = Run(tmp_path)
+    assert third.checkpointer.load() is None
+    note = tmp_path / "train_x" / "earlier_runs.json"
+    assert f"the 2 checkpoints in {tmp_path / 'train_x'} belong to earlier runs, says {note}. Delete" in caplog.text
+    third.checkpointer.save(2, {"run": "c"})
+    assert Run(tmp_path).checkpointer.load().rank_states == [{"run": "c"}]
+    (tmp_path / "train_x" / "step_2" / "commit.json").unlink()
+    assert Run(tmp_path).checkpointer.load() is None  # nothing of a stands in for it
+    note.unlink()
+    loaded = Run(tmp_path).checkpointer.load()
+    assert (loaded.step, loaded.rank_states) == (20, [{"run": "a"}])
+
+
+def test_a_resumed_process_neither_prunes_nor_overwrites_an_earlier_run(tmp_path):
+    for step in (1, 2, 3):
+        Run(tmp_path).checkpointer.save(step, {"run": "a"})
+    fresh(tmp_path).checkpointer.save(1, {"run": "b"})
+    resumed = Run(tmp_path, max_checkpoints=1)
+    assert resumed.checkpointer.load().rank_states == [{"run": "b"}]
+    resumed.checkpointer.save(2, {"run": "b"})
+    aside = {path.name.split("_")[1]: path for path in (tmp_path / "train_x").glob("*.earlier_*")}
+    assert sorted(aside) == ["1.earlier", "2.earlier"]
+    assert torch.load(aside["2.earlier"] / "rank_0.pt") == {"run": "a"}
+    assert [name for name in steps_in(tmp_path) if ".earlier_" not in name] == ["earlier_runs.json", "step_2", "step_3"]
+    fresh(tmp_path)  # a third run: now b's are an earlier run's, too
+    last = Run(tmp_path, max_checkpoints=1)
+    assert last.checkpointer.load() is None
+    last.checkpointer.save(9, {})
+    assert {"step_2", "step_3", "step_9"} <= set(steps_in(tmp_path))
+
+
+def test_a_commit_that_a_kill_left_unnamed_does_not_replace_an_earlier_run_s(tmp_path, monkeypatch):
+    Run(tmp_path).checkpointer.save(1, {"run": "a"})
+    second = fresh(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointer, "_make_final", lambda self, staging: None)
+        second.checkpointer.save(1, {"run": "b"})
+    resumed = Run(tmp_path)
+    assert resumed.checkpointer.load().rank_states == [{"run": "b"}]
+    resumed.checkpointer.save(2, {})  # tidies up
+    (aside,) = (tmp_path / "train_x").glob("step_1.earlier_*")
+    assert torch.load(aside / "rank_0.pt") == {"run": "a"}
+    assert torch.load(tmp_path / "train_x" / "step_1" / "rank_0.pt") == {"run": "b"}
+
+
+def test_commits_count_on_from_a_deleted_earlier_run(tmp_path):
+    for step in (1, 2):
+        Run(tmp_path).checkpointer.save(step, {})
+    new = fresh(tmp_path)
+    for step in (1, 2):
+        (tmp_path / "train_x" / f"step_{step}" / "commit.json").unlink()
+    new.checkpointer.save(5, {})
+    assert Run(tmp_path).checkpointer.load().step == 5
+
+
+def test_a_damaged_note_of_earlier_runs(tmp_path):
+    Run(tmp_path)
+    for text in ("", "[]", "{}", '{"last_commit": null}'):
+        (tmp_path / "train_x" / "earlier_runs.json").write_text(text)
+        with pytest.raises(ValueError, match=r"earlier_runs\.json is damaged: delete it"):
+            Run(tmp_path)
 
 
 def save_from_a_process_of_its_own(folder: str) -> str:

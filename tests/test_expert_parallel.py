@@ -132,7 +132,8 @@ def _train(
     optimizer = build_optimizer(model, config, te_reference)
     scheduler = build_scheduler(optimizer, config.lr_scheduler_kwargs)
     if folder is not None:
-        checkpointer = Checkpointer(CheckpointConfig(ckpt_dir=folder), "test", model, optimizer, scheduler)
+        options = CheckpointConfig(ckpt_dir=folder, resume_from_checkpoint=True)
+        checkpointer = Checkpointer(options, "test", model, optimizer, scheduler)
         if start:
             assert checkpointer.load().step == start
     log = {"loss": [], "norm": [], "load": []}

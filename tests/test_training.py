@@ -222,6 +222,24 @@ def test_a_lost_run_ends_and_its_good_checkpoint_stays(data, tmp_path):
     error = f"FloatingPointError: step 6: loss nan, gradient norm nan: .* committed checkpoint is {last}"
     assert len(re.findall(error, str(failed.value))) == 1
     assert [path.name for path in tmp_path.glob("train_ddp/step_*")] == ["step_4"]
+    with pytest.raises(RanksFailed, match=r"step 2: loss nan, .* No checkpoint is committed"):  # of the new run
+        run_on_ranks(call_main_with_a_lost_step, 2, "train_ddp", argv, str(tmp_path), 1, init=False)
+
+
+def test_a_resume_does_not_go_behind_a_run_that_started_afresh(data, tmp_path):
+    """The metrics are those of the run in between, so the checkpoint of the first must not be continued with them."""
+    options = [f"checkpoint.ckpt_dir={tmp_path / 'ckpt'}", "adamw_kwargs.lr=1e-3"]
+    save, fresh = "checkpoint.save_every_n_steps=2", "checkpoint.resume_from_checkpoint=false"
+    first = train("train_ddp", 1, data, tmp_path, *options, save, fresh, "num_train_steps=2")
+    train("train_ddp", 1, data, tmp_path, *options, fresh, "num_train_steps=3", "checkpoint.save_every_n_steps=0")
+    third = [*options, save, "checkpoint.resume_from_checkpoint=true", "num_train_steps=3"]
+    rows = train("train_ddp", 1, data, tmp_path, *third)
+    assert losses(rows)[:2] == losses(first)
+    assert sorted(path.name for path in tmp_path.glob("m.*")) == ["m.1.jsonl", "m.2.jsonl", "m.jsonl"]
+    folder = tmp_path / "ckpt" / "train_ddp"
+    configs = [(folder / f"config{n}.yaml").read_text() for n in (".1", ".2", "")]
+    assert ["save_every_n_steps: 2" in text for text in configs] == [True, False, True]
+    assert json.loads((folder / "earlier_runs.json").read_text()) == {"last_commit": 1}
 
 
 # ---- What a run leaves. ----
