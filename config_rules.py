@@ -1,6 +1,7 @@
 """The rules between keys of the configuration, on the CPU, before anything is built; every broken one is reported."""
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +247,10 @@ def check_optimizer(rules: Rules, config: "TrainConfig") -> None:
         f"adamw_kwargs.betas={optimizer.betas} must be two numbers in [0, 1).",
     )
     rules.require(0 < optimizer.eps < 1, f"adamw_kwargs.eps={optimizer.eps} must be positive and below 1.")
-    rules.at_least("adamw_kwargs.weight_decay", optimizer.weight_decay, 0)
+    rules.require(
+        0 <= optimizer.weight_decay < math.inf,
+        f"adamw_kwargs.weight_decay={optimizer.weight_decay} must be at least 0 and finite.",
+    )
     rules.at_least("lr_scheduler_kwargs.num_warmup_steps", schedule.num_warmup_steps, 0)
     rules.at_least("lr_scheduler_kwargs.num_decay_steps", schedule.num_decay_steps, 1)
     rules.require(

@@ -202,7 +202,7 @@ def _print_once(error: Exception) -> None:
     """Prints the error with its traceback, unless rank 0 has printed, or prints within PATIENCE, the same."""
     store = dist.distributed_c10d._get_default_store()
     rank, others = dist.get_rank(), range(1, dist.get_world_size())
-    text = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error)).encode(errors="backslashreplace").decode()  # odd file names
     if rank == 0:
         print(text, file=sys.stderr, flush=True)
         with suppress(RuntimeError):  # the store's errors: too late, or its host is gone

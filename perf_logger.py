@@ -298,7 +298,11 @@ class PerfLogger:
         found = []
         if (folder := self._checkpoints) is not None:
             found = committed_checkpoints(folder, after_commit=last_earlier_commit(folder))
-        last = f"The last committed checkpoint is {found[-1][1]}" if found else "No checkpoint is committed"
+        if not math.isfinite(values["loss"]):  # that of the weights after the step before
+            found = [(marker, path) for marker, path in found if marker["step"] < self._step - 1]
+        last = (
+            f"The last checkpoint before that is {found[-1][1]}" if found else "No checkpoint is committed before that"
+        )
         raise FloatingPointError(
             f"step {self._step}: {', '.join(f'{name} {value}' for name, value in values.items())}: the run is lost. "
             f"{last}. The same run would come to the same end: change what drives it there, such as adamw_kwargs.lr, "

@@ -97,8 +97,12 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         self._require_format("fp8_format", (Format.HYBRID, Format.E4M3), _PER_TENSOR_WHY)
-        if self.amax_history_len < 1:
-            raise ValueError(f"DelayedScaling.amax_history_len={self.amax_history_len} must be at least 1.")
+        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+            raise ValueError(
+                f"DelayedScaling.amax_history_len={self.amax_history_len!r} must be a whole number from 1."
+            )
+        if not isinstance(self.margin, int) or abs(self.margin) > 100:
+            raise ValueError(f"DelayedScaling.margin={self.margin!r} must be an integer from -100 to 100.")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(
                 f"DelayedScaling.amax_compute_algo={self.amax_compute_algo!r} must be max, most_recent or a function."

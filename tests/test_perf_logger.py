@@ -241,7 +241,7 @@ def test_not_a_number_ends_the_run(tmp_path, lost):
     log(logger, 1, validation_loss=2.0)
     ((key, value),) = lost.items()
     name = {"grad_norm": "gradient norm"}.get(key, key.replace("_", " "))
-    with pytest.raises(FloatingPointError, match=f"step 2: .*{name} {value}.*: the run is lost. No checkpoint"):
+    with pytest.raises(FloatingPointError, match=f"step 2: .*{name} {value}.*: the run is lost. No checkpoint is"):
         log(logger, 2, **{key: torch.tensor(value)})
     logger.close()
     first, second = read(tmp_path / "metrics.jsonl")
