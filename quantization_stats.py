@@ -9,7 +9,8 @@ significant digits where its own logger would print 4 decimals (an mse of 1e-6 a
 
     2026-01-31 12:00:00,000 - INFO - model.model.layers.1.layernorm_mlp.fc1_activation_underflows%  iteration=000010 ...
 
-Iterations are nvdlfw-inspect's: optimiser steps completed before. A statistic covers all micro-batches and ranks.
+Iterations are nvdlfw-inspect's: optimiser steps completed before. A statistic covers all micro-batches and ranks. A
+new run keeps an earlier one's file as ``nvdlfw_inspect_globalrank-<rank>.1.log``, ``.2.log``, ...
 benchmarks/plot_quant_stats.py plots the file.
 """
 
@@ -29,6 +30,7 @@ from torch import nn
 import te_backend
 from config import ConfigError, TrainConfig
 from distributed import own_rank, unwrap
+from loggers import move_aside
 from paths import project_path
 from precision import PrecisionPlan
 from quantization_stats_config import Request, check_quantized_weights, requests_for, restrict_to_formats
@@ -87,7 +89,11 @@ class NoStatistics:
 
 
 class StatisticsWriter:
-    """Appends to this rank's file. A resumed run drops what an earlier run wrote about the steps that it repeats."""
+    """Writes this rank's file.
+
+    A resumed run appends to it, and drops what was written about the steps that it repeats. A new run moves an earlier
+    run's file aside.
+    """
 
     def __init__(self, log_dir: Path):
         rank = own_rank()
@@ -97,7 +103,9 @@ class StatisticsWriter:
         self._handler: logging.Handler | None = None
 
     def open(self, start_iteration: int) -> None:
-        """Opens the file before iteration ``start_iteration``."""
+        """Opens the file before iteration ``start_iteration``; 0: a new run."""
+        if start_iteration == 0 and self.path.exists() and self.path.stat().st_size:
+            move_aside(self.path)
         lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
         found = [(line, LINE.search(line)) for line in lines]
         self.path.write_text(

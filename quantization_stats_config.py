@@ -155,10 +155,11 @@ def restrict_to_formats(stats_config: Any, plan: PrecisionPlan, path: str) -> di
             "transformer_engine": {feature: copy.deepcopy(options)},
         }
     if not restricted and not problems:
-        formats = ", ".join(sorted({name.upper() for name in plan.formats if name}))
+        formats = sorted({name for name in plan.formats if name})
+        fitting = f"quant_stats_config.quant_stats_file=./{formats[0]}_debugging_stats.yaml"  # fp4's has fp8, too
         problems.append(
-            f"quant_stats_config.quant_stats_file={path!r} logs no layer of this run, whose layers use {formats}: name "
-            "fp8_debugging_stats.yaml or fp4_debugging_stats.yaml, as fits."
+            f"quant_stats_config.quant_stats_file={path!r} logs no layer of this run, whose layers use "
+            f"{', '.join(formats).upper()}: set {fitting}, or a file of your own that does."
         )
     if problems:
         raise ConfigError(problems)

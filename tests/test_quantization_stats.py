@@ -111,6 +111,23 @@ def test_statistics_are_checked(text, recipe, message):
     assert (message is None and not problems) or message in problems[0]
 
 
+@pytest.mark.parametrize(
+    "formats, feature, fitting",
+    [
+        ((FP4, None), "LogFp8TensorStats", "fp4"),
+        ((FP8, None), "LogNvfp4TensorStats", "fp8"),
+        ((FP8, FP4), None, "fp4"),
+    ],
+)
+def test_the_file_that_fits_is_named_and_does_fit(formats, feature, fitting):
+    content, plan = {"a": section(feature)} if feature else {}, PrecisionPlan(formats)
+    override = f"quant_stats_config.quant_stats_file=./{fitting}_debugging_stats.yaml"
+    with pytest.raises(ConfigError, match=rf"set {re.escape(override)}, or"):
+        restrict_to_formats(content, plan, "x.yaml")
+    fitting_file = yaml.safe_load((PROJECT_DIR / f"{fitting}_debugging_stats.yaml").read_text())
+    assert len(restrict_to_formats(fitting_file, plan, "x.yaml")) == len([one for one in formats if one])
+
+
 def test_due():
     """nvdlfw-inspect's rule: multiples of freq between start and end, both included."""
     request = Request("LogFp8TensorStats", "weight", (), freq=5, start_step=7, end_step=20)
@@ -168,6 +185,20 @@ def test_nvfp4_names_and_resumed_iterations(tmp_path):
     names = [f"model.model.layers.{number}.layernorm_mlp.fc1_gradient_nvfp4_mse" for number in (1, 2)]
     # Iteration 2 was logged twice; the resumed run replaced it.
     assert [row[0] for row in rows] == [(name, iteration) for iteration in range(3) for name in names]
+
+
+def test_a_new_run_keeps_the_log_of_an_earlier_one(tmp_path):
+    content = {"a": section(layers={"layer_types": ["fc1"], "layer_numbers": [1]})}
+    folder = tmp_path / "logs" / LOG_FOLDER
+    first = collect(str(tmp_path), content, "MXFP8BlockScaling", "plain", 3, resume_at=2)
+    written = (folder / "nvdlfw_inspect_globalrank-0.log").read_text()
+    second = collect(str(tmp_path), content, "MXFP8BlockScaling", "plain", 1)
+    assert (len(first), len(second)) == (3, 1)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "nvdlfw_inspect_globalrank-0.1.log",
+        "nvdlfw_inspect_globalrank-0.log",
+    ]
+    assert (folder / "nvdlfw_inspect_globalrank-0.1.log").read_text() == written
 
 
 def spread(folder: str) -> list | None:
