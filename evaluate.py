@@ -35,12 +35,9 @@ from dataset import load_tokenizer
 from distributed import init_distributed, leave_group, shut_down
 from paths import PROJECT_DIR, project_path
 from pretrained import load_model, project_architecture
-from records import find_parquet_files, open_records
+from records import find_parquet_files, is_fasta, open_records
 from scoring import Scores, score_texts
 from windows import WindowCutter
-
-
-FASTA_SUFFIXES = (".fa", ".fasta", ".fna", ".ffn", ".fas", ".frn")
 
 
 class Source:
@@ -70,8 +67,7 @@ def open_source(options: argparse.Namespace) -> Source:
     Raises:
         ValueError: it cannot be read, or has no such column.
     """
-    suffixes = Path(options.data).suffixes[-2:]
-    if any(suffix.lower() in FASTA_SUFFIXES for suffix in suffixes):
+    if is_fasta(Path(options.data)):
         path = Path(project_path(options.data))
         if options.id_column:
             raise ValueError(f"--id-column={options.id_column}: FASTA records have names of their own; drop it.")

@@ -19,8 +19,9 @@ of it the records that these shards have yet to take.
 import glob
 import logging
 import os
+import shlex
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 READ_ROWS = 1024
 """Rows decoded at a time."""
+FASTA_SUFFIXES = (".fa", ".fasta", ".fna", ".ffn", ".fas", ".frn")
 
 
 class Records:
@@ -182,16 +184,27 @@ def find_parquet_files(path: str) -> list[Path] | None:
 
     A relative path is looked up below the working folder, then below the project folder.
     """
+    return find_files(path, lambda file: file.suffix == ".parquet")
+
+
+def is_fasta(file: Path) -> bool:
+    """By its name, of which ``.gz``, ``.bz2`` and ``.xz`` are no part."""
+    name = file.with_suffix("") if file.suffix.lower() in (".gz", ".bz2", ".xz") else file
+    return name.suffix.lower() in FASTA_SUFFIXES
+
+
+def find_files(path: str, wanted: Callable[[Path], bool]) -> list[Path] | None:
+    """As :func:`find_parquet_files`, of the files that are ``wanted``."""
     if glob.has_magic(path):
         for base in (Path.cwd(), PROJECT_DIR):
             found = sorted(Path(name) for name in glob.glob(str(base / path), recursive=True))
-            if found := [file for file in found if file.suffix == ".parquet"]:
+            if found := [file for file in found if wanted(file)]:
                 return found
         return None
     local = Path(project_path(path))
     if local.is_dir():
-        return sorted(local.glob("*.parquet")) or None
-    return [local] if local.is_file() and local.suffix == ".parquet" else None
+        return sorted(file for file in local.iterdir() if wanted(file)) or None
+    return [local] if local.is_file() and wanted(local) else None
 
 
 def open_records(load_dataset_kwargs: dict[str, Any], text_column: str) -> Records:
@@ -222,16 +235,25 @@ def open_records(load_dataset_kwargs: dict[str, Any], text_column: str) -> Recor
 def open_hugging_face(path: str, load_dataset_kwargs: dict[str, Any], text_column: str) -> Records:
     """The part of :func:`open_records` that goes through ``datasets.load_dataset``."""
     local = project_path(path)
-    if path.startswith((".", "/")) and not Path(local).exists():
+    if files := find_files(path, is_fasta):
+        named = " ".join(shlex.quote(str(file)) for file in files[:3]) + " ..." * (len(files) > 3)
+        raise ValueError(
+            f"load_dataset_kwargs.path={path!r} is FASTA, and data sets are read from Parquet files: run python "
+            f"data/fasta_to_parquet.py {named} --output FOLDER, and give FOLDER and the column sequence."
+        )
+    exists = Path(local).exists()
+    if path.startswith((".", "/")) and not exists:
         raise ValueError(f"load_dataset_kwargs.path={path!r}: no such file or folder, or no *.parquet file matches.")
     import datasets  # takes seconds, and Parquet files need none of it
 
     try:
         dataset = datasets.load_dataset(**(load_dataset_kwargs | {"path": local}))
     except Exception as error:  # datasets raises errors of many kinds
+        # With data_files, path is the name of a reader, such as json.
+        missing = "" if exists or "data_files" in load_dataset_kwargs else f"there is no local {path!r}, and "
         raise ValueError(
-            f"load_dataset_kwargs={load_dataset_kwargs} could not be loaded ({type(error).__name__}: {error}): give a "
-            "Parquet file, a folder of them, or the name of a Hugging Face data set that this machine can reach."
+            f"{missing}load_dataset_kwargs={load_dataset_kwargs} could not be loaded ({type(error).__name__}: {error})"
+            ": give a Parquet file, a folder of them, or a Hugging Face data set's name that this machine can reach."
         ) from error
     if isinstance(dataset, dict):
         raise ValueError(f"data set {path!r} has the splits {', '.join(dataset)}: choose load_dataset_kwargs.split.")

@@ -1,6 +1,11 @@
 """The order of records, and what cannot be read. Pitfall 14: no record lost or repeated."""
 
+import gzip
 import json
+import re
+import shlex
+import subprocess
+import sys
 from itertools import islice, pairwise
 
 import numpy as np
@@ -8,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from paths import PROJECT_DIR
 from records import (
     IndexedRecords,
     ParquetRecords,
@@ -142,6 +148,31 @@ def test_column_of_numbers(tmp_path):
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all.parquet", "./nowhere/*.parquet"])
 def test_missing_path(path):
     with pytest.raises(ValueError, match="no such file or folder"):
+        open_records({"path": path}, "sequence")
+
+
+@pytest.mark.parametrize(
+    "form, name",
+    [("{folder}/{name}", "a b.fna"), ("{name}", "a.fasta"), ("{folder}", "a.FA"), ("{folder}/*", "genome.1.fna.gz")],
+)
+def test_fasta_is_told_how_to_become_parquet(tmp_path, monkeypatch, form, name):
+    """And the command that the message gives does that."""
+    data, folder = b">x\nACGT\n", tmp_path / "genomes"
+    folder.mkdir()
+    (folder / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=r"is FASTA, and .* give FOLDER and the column sequence") as raised:
+        open_records({"path": form.format(folder=folder, name=name)}, "text")
+    command = re.search(r"run python (.* --output FOLDER)", str(raised.value))[1]
+    script, *arguments = shlex.split(command)
+    subprocess.run([sys.executable, PROJECT_DIR / script, *arguments], check=True, cwd=tmp_path)
+    records = open_records({"path": str(tmp_path / "FOLDER")}, "sequence")
+    assert [text for array in records.scan(0) for text in array.to_pylist()] == ["ACGT"]
+
+
+@pytest.mark.parametrize("path", ["data/nowhere", "nowhere/*.parquet"])
+def test_what_is_neither_local_nor_on_the_hub(path):
+    with pytest.raises(ValueError, match=rf"there is no local '{re.escape(path)}', and .* could not be loaded"):
         open_records({"path": path}, "sequence")
 
 
