@@ -35,6 +35,8 @@ from windows import ShardState, WindowCutter, WindowStream
 
 logger = logging.getLogger(__name__)
 
+OTHER_VALIDATION = "Set validation.load_dataset_kwargs to data that fits, or validation.enabled=false."
+
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder (below the working or the project folder) or of a Hub name.
@@ -416,8 +418,13 @@ def build_validation_loader(
     Args, Raises: as :func:`build_train_loader`.
     """
     data, validation = config.dataset, config.validation
-    records = open_records(validation.load_dataset_kwargs, data.text_column)
     cutter = WindowCutter(tokenizer, data.max_seq_length, stride=0)
-    require_tokens(records, cutter, 1, 1, "one window")
+    try:
+        records = open_records(validation.load_dataset_kwargs, data.text_column)
+        require_tokens(records, cutter, 1, 1, "one window")
+    except ValueError as error:
+        raise ValueError(
+            f"the validation set, read with the training set's dataset.text_column: {error} {OTHER_VALIDATION}"
+        ) from error
     packer = Packer(config, tokenizer, pad_to_multiple, sequence_pad_multiple, split=False)
     return ValidationLoader(records, cutter, packer, dp_rank, dp_size, validation.max_batches)

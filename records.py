@@ -162,8 +162,8 @@ def as_texts(column: pa.Array | pa.ChunkedArray) -> pa.LargeStringArray:
 def missing_column(text_column: str, columns: list[str], name: str) -> str:
     """The message for a column that is not there."""
     return (
-        f"{name}: dataset.text_column={text_column!r} is not among its columns ({', '.join(columns)}): set "
-        "dataset.text_column to the one that holds the text."
+        f"{name}: dataset.text_column={text_column!r} is not among its columns ({', '.join(columns)}): name "
+        "the one that holds the text."
     )
 
 

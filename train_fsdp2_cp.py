@@ -103,7 +103,7 @@ def main(cfg: DictConfig) -> None:
     if config.validation.enabled:
         whole_batches = build_validation_loader(config, *source, **padding)
         validation = SplitBatches(whole_batches, cp.cp_rank, cp.cp_size)
-        require_targets(validation, ctx.device, "the validation set")
+        require_targets(validation, ctx.device)
 
     # 4. Resume.
     checkpointer = Checkpointer(config.checkpoint, "train_fsdp2_cp", model, optimizer, scheduler)

@@ -116,7 +116,7 @@ def main(cfg: DictConfig) -> None:
     validation = None
     if config.validation.enabled:
         validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
-        require_targets(validation, ctx.device, "the validation set")
+        require_targets(validation, ctx.device)
 
     # 4. Resume.
     checkpointer = Checkpointer(config.checkpoint, "train_fsdp2_ep", model, optimizer, scheduler)

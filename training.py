@@ -17,7 +17,7 @@ from checkpoint import LoadedCheckpoint
 from collator import Batch
 from config import TrainConfig
 from context_parallel import all_to_all_size, local_world_size, split_batch
-from dataset import TrainLoader, merge_loader_states
+from dataset import OTHER_VALIDATION, TrainLoader, merge_loader_states
 from distributed import DistributedContext, HostCopy
 from loss import IGNORE_INDEX
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
@@ -289,13 +289,15 @@ def restore(
     return loaded.step, sum(state["consumed_tokens"] for state in states)
 
 
-def require_targets(batches: Iterable[Batch], device: torch.device, name: str) -> None:
-    """Reads until a micro-batch of some rank has a valid target.
+def require_targets(validation: Iterable[Batch], device: torch.device) -> None:
+    """Reads the validation set until a micro-batch of some rank has a valid target.
 
     Raises:
         ValueError: on every rank, if none has.
     """
-    found = torch.tensor(float(any(count_targets(batch) for batch in batches)), device=device)
+    found = torch.tensor(float(any(count_targets(batch) for batch in validation)), device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     if not found.item():
-        raise ValueError(f"{name} has no valid target: check the data and the label masks.")
+        raise ValueError(
+            f"the validation set has no valid target: check its data and the label masks. {OTHER_VALIDATION}"
+        )

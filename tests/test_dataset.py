@@ -437,6 +437,14 @@ def test_missing_column(folder, nucleotides):
         build_train_loader(make_config(folder, text_column="text"), nucleotides, 0, 1)
 
 
+@pytest.mark.parametrize("column, message", [("text", "is not among its columns"), ("sequence", "no usable record")])
+def test_problems_of_the_validation_set_say_whose_they_are(tmp_path, nucleotides, column, message):
+    config = validation_config(write_files(tmp_path, ["", None]), text_column=column)
+    fix = r"Set validation\.load_dataset_kwargs to data that fits, or validation\.enabled=false"
+    with pytest.raises(ValueError, match=rf"(?s)^the validation set, .*{message}.* {fix}"):
+        build_validation_loader(config, nucleotides, 0, 1)
+
+
 def test_shards_that_cannot_be_divided(folder, nucleotides):
     with pytest.raises(ValueError, match=r"num_shards=12 must be a multiple of data-parallel size 4 \* workers 2 = 8"):
         build_train_loader(make_config(folder, num_workers=2), nucleotides, 0, 4)

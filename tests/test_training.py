@@ -25,6 +25,7 @@ import training
 from config import TrainConfig
 from dataset import load_tokenizer
 from dist_utils import REPOSITORY, RanksFailed, run_on_ranks, run_script
+from loss import IGNORE_INDEX
 from modeling_llama_te import NVLlamaForCausalLM
 from training import build_model_config
 
@@ -331,6 +332,15 @@ def test_bad_input_ends_with_the_reason(data, tmp_path, overrides, message):
     assert message in str(error.value)
     assert None not in error.value.exit_codes
     assert not (tmp_path / "m.jsonl").exists()
+
+
+def without_targets() -> None:
+    training.require_targets([{"shift_labels": torch.full((1, 4), IGNORE_INDEX)}], torch.device("cpu"))
+
+
+def test_a_validation_set_without_targets_is_refused():
+    with pytest.raises(RanksFailed, match=r"the validation set has no valid target.* validation\.enabled=false"):
+        run_on_ranks(without_targets, 2)
 
 
 def test_a_finished_run_says_so_and_a_shorter_one_is_refused(data, tmp_path):
