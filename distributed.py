@@ -46,7 +46,15 @@ def init_distributed(timeout_minutes: int = 30) -> DistributedContext:
     """Joins the process group that torchrun's environment describes, or makes one of a single process.
 
     Ranks other than 0 log warnings and errors only from then on.
+
+    Raises:
+        ValueError: this process has had a run before.
     """
+    if dist.is_initialized():
+        raise ValueError(
+            "this process has had a run, whose process group is still there: Hydra's multirun (-m, --multirun) has all "
+            "its runs in one process and is not supported. Start a process per run, for example in a shell loop."
+        )
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():

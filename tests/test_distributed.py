@@ -123,6 +123,12 @@ def test_an_error_of_one_rank_is_printed_by_it():
     assert "\nZeroDivisionError: integer division or modulo by zero\n\nThe above" in str(failure("together"))
 
 
+def test_multirun_is_refused(tmp_path):
+    argv = ["--config-name=L0_sanity", "num_train_steps=1", "validation.enabled=false", "checkpoint.ckpt_dir=null"]
+    with pytest.raises(RanksFailed, match=r"ValueError: this process has had a run.* multirun .*not supported"):
+        run_script("train_ddp.py", [*argv, "seed=1,2", "--multirun"], cwd=tmp_path)
+
+
 def test_scripts_report_a_bad_config_and_log_once(tmp_path):
     argv = ["--config-name=L0_sanity", "num_train_steps=1", "validation.enabled=false", "fp8_config.enabled=true"]
     assert "".join(run_script("train_fsdp2_ep.py", argv, 2, cwd=tmp_path)).count("precision: ") == 1
