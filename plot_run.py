@@ -16,6 +16,7 @@ import math
 import os
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -150,8 +151,13 @@ def differing_values(runs: list[Run]) -> dict[str, list[str]]:
 
 
 def value_in_use(config: dict[str, Any], key: str) -> Any:
-    switch = f"{key.split('.')[0]}.enabled"
-    return "-" if key != switch and config.get(switch) is False else config.get(key, "-")
+    return "-" if is_off(config, key) else config.get(key, "-")
+
+
+def is_off(config: dict[str, Any], key: str) -> bool:
+    """Whether a section that the key is in has ``enabled: false``; that very key is in use."""
+    switches = (f"{key[:end]}.enabled" for end, letter in enumerate(key) if letter == ".")
+    return any(config.get(switch) is False for switch in switches if switch != key)
 
 
 def as_typed(value: Any) -> str:
@@ -159,16 +165,39 @@ def as_typed(value: Any) -> str:
     return value.removeprefix(RECIPES) if isinstance(value, str) else json.dumps(value)
 
 
+def pairs_apart(columns: list[list[str]]) -> int:
+    """How many pairs of runs differ in some of the columns, each of which has a text per run."""
+    rows = list(zip(*columns))
+    return (len(rows) ** 2 - sum(count**2 for count in Counter(rows).values())) // 2
+
+
+def keys_for_legend(differing: dict[str, list[str]]) -> list[str]:
+    """Not more than fit: one after the other, that which tells most pairs of runs apart that were not yet; of equals,
+    that which tells most apart by itself."""
+    chosen: list[str] = []
+    while len(chosen) < min(len(differing), MOST_VALUES_IN_LEGEND):
+        columns = [differing[key] for key in chosen]
+        rest = [key for key in differing if key not in chosen]
+        chosen.append(
+            max(rest, key=lambda key: (pairs_apart([*columns, differing[key]]), pairs_apart([differing[key]])))
+        )
+    return chosen
+
+
 def labels(runs: list[Run]) -> list[str]:
-    """What the legend calls each run: its differing values; its name too where these are many, or say nothing."""
+    """What the legend calls each run: its differing values, but of sections that it has off; its name too where these
+    are many, or say nothing."""
     differing = differing_values(runs)
-    shown = list(differing)[:MOST_VALUES_IN_LEGEND]
-    texts = [", ".join(f"{key}={differing[key][i]}" for key in shown) for i in range(len(runs))]
+    shown = list(differing) if len(differing) <= MOST_VALUES_IN_LEGEND else keys_for_legend(differing)
+    texts = [
+        ", ".join(f"{key}={differing[key][i]}" for key in shown if not is_off(run.config, key))
+        for i, run in enumerate(runs)
+    ]
     more = len(differing) - len(shown)
-    named = more > 0 or not differing or len(set(texts)) < len(runs)
+    named = more > 0 or not all(texts) or len(set(texts)) < len(runs)
     result = []
     for run, text in zip(runs, texts):
-        text = f"{text}, and {more} more" if more else text
+        text = f"{text}, and {more} more" if text and more else text
         result.append((f"{run.name}: {text}" if text else run.name) if named else text)
     return result
 

@@ -126,8 +126,11 @@ def test_a_section_that_is_off_says_nothing(tmp_path):
     runs = plot_run.read_runs([write_run(tmp_path / str(i), [1.0], config) for i, config in enumerate(configs)])
     assert plot_run.labels(runs) == [
         "fp4_config.enabled=false, fp8_config.enabled=true, fp8_config.fp8_recipe=DelayedScaling",
-        "fp4_config.enabled=true, fp8_config.enabled=false, fp8_config.fp8_recipe=-",
+        "fp4_config.enabled=true, fp8_config.enabled=false",
     ]
+    outer = {"a": {"enabled": True, "b": {"enabled": False, "c": 1}, "d": 2}}
+    (run,) = plot_run.read_runs([write_run(tmp_path / "nested", [1.0], outer)])
+    assert [key for key in run.config if plot_run.is_off(run.config, key)] == ["a.b.c"]
 
 
 def test_legend_has_names_where_values_do_not_tell(tmp_path):
@@ -140,6 +143,18 @@ def test_legend_has_names_where_values_do_not_tell(tmp_path):
     many = [{f"key{k}": i for k in range(6)} for i in range(2)]
     label = make_labels(tmp_path / "many", *many)[1]
     assert label == "run1/train_ddp: key0=1, key1=1, key2=1, key3=1, and 2 more"
+
+
+def test_of_many_values_the_legend_has_those_that_tell_runs_apart(tmp_path):
+    """Eight runs of three two-valued keys; five keys in which only the last run differs come first in the files."""
+    configs = []
+    for i in range(8):
+        odd = {f"a{k}": int(i == 7) for k in range(5)}
+        configs.append({**odd, "lr": i // 4, "seed": i % 2, "steps": i // 2 % 2, "copy_of_lr": i // 4})
+    labels = make_labels(tmp_path, *configs)
+    shown = [label.partition(": ")[2] for label in labels]
+    assert len(set(shown)) == 8
+    assert shown[5] == "copy_of_lr=1, seed=1, steps=0, lr=1, and 5 more"
 
 
 def test_a_key_that_only_one_run_has(tmp_path):
