@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -147,6 +148,18 @@ def global_grad_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
 def own_rank() -> int:
     """This process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Makes every FSDP module of ``model`` sum gradients over its ranks instead of averaging them.
+
+    The loss is a sum over ranks (loss.py). Multiplied by their number, to be averaged again, it would send gradients of
+    another magnitude through low precision than one rank's, which delayed scaling does not know in its first step.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # else a scaled sum is asked for, which gloo lacks
 
 
 def together(function: Callable[[], Any], error_type: type[Exception], what: str) -> list[Any]:

@@ -22,7 +22,7 @@ No token is ever dropped, and no rank skips a collective: one without tokens sen
 
 Gradients: the loss is a sum over ranks (loss.py), and an expert's gradient already holds the tokens of its whole ep
 group, so every gradient is *summed* over the ranks that share the parameter: all of them for dense parameters, dp for
-expert ones. :func:`sum_gradients` tells FSDP, which would average.
+expert ones. ``distributed.sum_gradients`` tells FSDP, which would average.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from transformers import MixtralConfig
 
@@ -196,11 +195,3 @@ def fsdp_placement(parameter: nn.Parameter) -> Shard | None:
     Along dim 0 FSDP and ep would interleave, and more ranks than experts would leave some of them empty.
     """
     return Shard(1) if parameter.ndim == 3 else None
-
-
-def sum_gradients(model: nn.Module) -> None:
-    """Makes every FSDP module of ``model`` sum gradients over its ranks instead of averaging them."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # else a scaled sum is asked for, which gloo lacks

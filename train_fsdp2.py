@@ -22,7 +22,7 @@ import te_backend
 from checkpoint import Checkpointer
 from config import TrainConfig, load_config, register_schema
 from dataset import build_train_loader, build_validation_loader, load_tokenizer
-from distributed import DistributedContext, all_reduce_sum, errors_once, init_distributed, shut_down
+from distributed import DistributedContext, all_reduce_sum, errors_once, init_distributed, shut_down, sum_gradients
 from export import save_final_model
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
@@ -67,6 +67,7 @@ def shard(model: nn.Module, config: TrainConfig, ctx: DistributedContext) -> Non
         fully_shard(layer, reshard_after_forward=reshard, **options) for layer in model.model.layers
     ]
     fully_shard(model, **options)
+    sum_gradients(model)
     for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
 
@@ -120,8 +121,8 @@ def main(cfg: DictConfig) -> None:
                 if ctx.world_size > 1:  # reduce the gradients once, after the last micro-batch
                     model.set_requires_gradient_sync(index == config.grad_acc_steps - 1)
                 micro_loss = model(**micro_batch, num_items_in_batch=batch.num_targets).loss
-                with phase("backward"):  # FSDP averages over the ranks; the loss is a sum over them
-                    (micro_loss * ctx.world_size).backward()
+                with phase("backward"):
+                    micro_loss.backward()  # a sum over ranks, as the gradients are: sum_gradients
                 loss += micro_loss.detach()
             learning_rate = optimizer.param_groups[0]["lr"]
             grad_norm = clip_and_step(optimizer, parameters, config.max_grad_norm)

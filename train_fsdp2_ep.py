@@ -24,8 +24,8 @@ import te_backend
 from checkpoint import Checkpointer
 from config import TrainConfig, load_config, register_schema
 from dataset import build_train_loader, build_validation_loader, load_tokenizer
-from distributed import DistributedContext, all_reduce_sum, errors_once, init_distributed, shut_down
-from expert_parallel import check_layout, expert_blocks, fsdp_placement, shard_experts, sum_gradients
+from distributed import DistributedContext, all_reduce_sum, errors_once, init_distributed, shut_down, sum_gradients
+from expert_parallel import check_layout, expert_blocks, fsdp_placement, shard_experts
 from export import save_final_model
 from mixture_of_experts import RouterTotals
 from modeling_mixtral_te import NVMixtralConfig, NVMixtralForCausalLM

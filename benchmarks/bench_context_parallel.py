@@ -289,7 +289,7 @@ def time_step(
         dist.barrier()
         start = time.perf_counter()
         loss = model(**batch, num_items_in_batch=num_tokens).loss
-        (loss * ctx.world_size).backward()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if not torch.isfinite(loss):

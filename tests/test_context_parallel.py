@@ -157,7 +157,7 @@ def train(dp_size, cp_size, layout, num_steps, num_micro_batches, checkpointing)
         loss = torch.zeros(())
         for micro_batch in batch.micro_batches:
             micro_loss = model(**micro_batch, num_items_in_batch=batch.num_targets).loss
-            (micro_loss * world_size).backward()
+            micro_loss.backward()
             loss += micro_loss.detach()
         losses.append(all_reduce_sum(loss).item())
         if step == 0:
