@@ -151,15 +151,24 @@ def own_rank() -> int:
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Makes every FSDP module of ``model`` sum gradients over its ranks instead of averaging them.
+    """Makes DDP, or every FSDP module of ``model``, sum gradients over its ranks instead of averaging them.
 
     The loss is a sum over ranks (loss.py). Multiplied by their number, to be averaged again, it would send gradients of
     another magnitude through low precision than one rank's, which delayed scaling does not know in its first step.
     """
+    if isinstance(model, DistributedDataParallel):
+        model.register_comm_hook(None, _sum_bucket)
+        return
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # else a scaled sum is asked for, which gloo lacks
+
+
+def _sum_bucket(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What DDP does with a bucket of gradients; its own hook also divides."""
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
 
 
 def together(function: Callable[[], Any], error_type: type[Exception], what: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Pre-trains Llama 3 with DDP: the whole model on every rank, gradients averaged after the last micro-batch.
+"""Pre-trains Llama 3 with DDP: the whole model on every rank, gradients summed after the last micro-batch.
 
     python train_ddp.py                                    # one process: the CPU, or the GPU if there is one
     torchrun --nproc_per_node=2 train_ddp.py --config-name L0_sanity grad_acc_steps=2
@@ -19,7 +19,7 @@ import te_backend
 from checkpoint import Checkpointer
 from config import load_config, register_schema
 from dataset import build_train_loader, build_validation_loader, load_tokenizer
-from distributed import DistributedContext, all_reduce_sum, errors_once, init_distributed, shut_down
+from distributed import DistributedContext, all_reduce_sum, errors_once, init_distributed, shut_down, sum_gradients
 from export import save_final_model
 from optimizer import build_optimizer, clip_and_step
 from perf_logger import PerfLogger, run_folder
@@ -48,12 +48,14 @@ preemption = Preemption()
 
 
 def replicate(model: nn.Module, ctx: DistributedContext) -> nn.Module:
-    """Wraps the model so that gradients are averaged over the ranks. One process has nothing to average."""
+    """Wraps the model so that gradients are summed over the ranks. One process has nothing to sum."""
     if ctx.world_size == 1:
         return model
     devices = [ctx.device] if ctx.device.type == "cuda" else None
     # No broadcast: every rank has drawn the same weights, and quantised ones would be quantised a second time by it.
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, init_sync=False)
+    model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, init_sync=False)
+    sum_gradients(model)
+    return model
 
 
 @hydra.main(version_base="1.3", config_path="hydra_config/llama", config_name="defaults")
@@ -104,8 +106,8 @@ def main(cfg: DictConfig) -> None:
                 with nullcontext() if last or ctx.world_size == 1 else model.no_sync():
                     kept_weights = precision.micro_batch_kwargs(index, config.grad_acc_steps)
                     micro_loss = model(**micro_batch, num_items_in_batch=batch.num_targets, **kept_weights).loss
-                    with phase("backward"):  # DDP averages over the ranks; the loss is a sum over them
-                        (micro_loss * ctx.world_size).backward()
+                    with phase("backward"):
+                        micro_loss.backward()  # a sum over ranks, as the gradients are: sum_gradients
                 loss += micro_loss.detach()
             learning_rate = optimizer.param_groups[0]["lr"]
             grad_norm = clip_and_step(optimizer, parameters, config.max_grad_norm)

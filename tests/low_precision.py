@@ -112,8 +112,7 @@ class Run:
         losses = []
         for step in range(first, last + 1):
             loss = self.model(**self.batch(step, self.rank), num_items_in_batch=TOKENS * self.world_size).loss
-            # DDP averages gradients, FSDP sums them.
-            (loss * (self.world_size if self.layout == "ddp" else 1)).backward()
+            loss.backward()
             clip_and_step(self.optimizer, self.parameters, self.config.max_grad_norm)
             self.scheduler.step()
             self.optimizer.zero_grad()
