@@ -7,7 +7,7 @@ import te_backend
 from checkpoint import Checkpointer
 from config import AdamWConfig, CheckpointConfig, DatasetConfig, SchedulerConfig, TrainConfig
 from config_low_precision import FP4_RECIPES, FP4Config, FP8Config, QuantizedModelInitConfig
-from distributed import DistributedContext, all_reduce_sum
+from distributed import DistributedContext, all_reduce_sum, own_rank
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 from modeling_mixtral_te import NVMixtralConfig, NVMixtralForCausalLM
 from optimizer import build_optimizer, clip_and_step
@@ -73,7 +73,7 @@ class Run:
 
     def __init__(self, config: TrainConfig, layout: str = "plain", shape: dict = SHAPE, device: str = "cpu"):
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = own_rank()
         self.config, self.world_size = config, world_size
         ctx = DistributedContext(self.rank, self.rank, world_size, torch.device(device))
         self.device = device

@@ -117,23 +117,25 @@ def test_a_batch_that_cannot_be_split_is_refused():
 # --- equality
 
 
+def tiny_config(**fields):
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+    }
+    return NVLlamaConfig(**shape | fields, te_backend="reference")
+
+
 def train(dp_size, cp_size, layout, num_steps, num_micro_batches, checkpointing):
     """Losses of ``num_steps`` steps over ``num_micro_batches`` each; gradients, norm and counts of the first."""
     world_size = dp_size * cp_size
     ctx = DistributedContext(dist.get_rank(), dist.get_rank(), world_size, torch.device("cpu"))
     cp = init_context_parallel(ctx, cp_size, "p2p", HEADS, KV_HEADS)
-    config = NVLlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        attn_input_format=layout,
-        te_backend="reference",
-        activation_checkpointing=checkpointing,
-    )
+    config = tiny_config(attn_input_format=layout, activation_checkpointing=checkpointing)
     model = NVLlamaForCausalLM(config)
     set_context_parallel_group(model, cp, ctx.device)
     shard(model, TrainConfig(), ctx)
@@ -177,18 +179,7 @@ def loss_and_gradients(cp_size, recipe):
     """Of one packed batch, the same for every ``cp_size``, in low precision; then with every rank's own scales."""
     ctx = DistributedContext(dist.get_rank(), dist.get_rank(), cp_size, torch.device("cpu"))
     cp = init_context_parallel(ctx, cp_size, "p2p", HEADS, KV_HEADS)
-    config = NVLlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        initializer_range=0.2,
-        attn_input_format="thd",
-        te_backend="reference",
-    )
+    config = tiny_config(intermediate_size=64, initializer_range=0.2, attn_input_format="thd")
     model = NVLlamaForCausalLM(config, PrecisionPlan((getattr(te_recipe, recipe)(),) * 2, te_reference))
     initialize_weights(model, ctx.device, seed=1)
     set_context_parallel_group(model, cp, ctx.device)
