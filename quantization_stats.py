@@ -142,7 +142,7 @@ class InspectStatistics:
 
         import quantization_stats_te  # imports TransformerEngine
 
-        quantization_stats_te.install()
+        self._log = quantization_stats_te.install()
 
         class Logger(BaseLogger):
             def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
@@ -167,6 +167,7 @@ class InspectStatistics:
         self._api.step()
 
     def close(self) -> None:
+        self._log.write()
         self._api.end_debug()
         self._writer.close()
 

@@ -3,13 +3,15 @@
 nvdlfw-inspect asks TE's buffers for them. Those (2.20.2) compute every statistic twice, with several kernels each, wait
 for the device between them, and bring their results to the host one by one: 1.2 s for Llama-3.2-1B on an H200, whose
 step takes 0.2 s. :func:`install` puts such buffers in their place, with the same names and values; what these do not
-know, they take from TE's functions.
+know, they take from TE's functions. The results of a step are written a step later, when the device has long sent them
+and has the next step's work; and TE no longer asks nvdlfw-inspect what can have one answer only.
 """
 
-import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import nvdlfw_inspect.api as inspect_api
 import torch
 import torch.distributed as dist
 import triton
@@ -18,6 +20,7 @@ from nvdlfw_inspect.logging import MetricLogger
 from nvdlfw_inspect.utils import gather_along_first_dim
 from transformer_engine.debug.features.utils import stats_buffer
 from transformer_engine.debug.features.utils.stats_computation import STATS, stats_to_num
+from transformer_engine.debug.pytorch.debug_quantization import HIGH_PRECISION, STANDARD_QUANTIZE, DebugQuantizer
 from transformer_engine.pytorch import DType
 
 
@@ -98,6 +101,14 @@ def compare(x: torch.Tensor, quantized: Any, buffer: torch.Tensor, numel_slot: i
     )
 
 
+class Pass(NamedTuple):
+    """What :func:`compare` is called with for one recipe."""
+
+    recipe: str
+    numel_slot: int
+    slots: list[int]
+
+
 class OnePassBuffer(stats_buffer._Buffer):
     """The statistics of one tensor of one layer, over the micro-batches of a step."""
 
@@ -105,11 +116,13 @@ class OnePassBuffer(stats_buffer._Buffer):
         super().__init__(*args, **kwargs)
         # A mean squared error follows from its sum. One slot more than TE's, for what nobody asked for.
         self._names = [name for name in self.stats_to_compute if _parse(name)[1] != "mse"]
+        self._recipes = {_parse(name)[0] for name in self._names} - {"nvfp4"}
         self._initial = torch.zeros(len(STATS) + 1, device=self._buffer.device)
         for name in self._names:
             if _parse(name)[1] == "scale_inv_min":
                 self._initial[stats_to_num[name]] = math.inf
         self._buffer = self._initial.clone()
+        self._plans: dict[tuple, tuple[list[Pass], list[tuple[int, Callable, Callable]]]] = {}
         self.fed = False
 
     @torch.no_grad()
@@ -123,53 +136,131 @@ class OnePassBuffer(stats_buffer._Buffer):
         self.iteration = iteration
         if (self.fed and not self.reduce_within_microbatch) or (tensor is not None and tensor.numel() == 0):
             return
-        if not self.fed:
-            self._buffer.copy_(self._initial)
-        for name in self._compare(tensor, aux_dict or {}):
-            value, slot = STATS[name][0](tensor, aux_dict), self._buffer[stats_to_num[name]]
-            value = value if torch.is_tensor(value) else slot.new_full((), value)
-            merge = {"scale_inv_min": torch.minimum, "scale_inv_max": torch.maximum}.get(_parse(name)[1], torch.add)
-            slot.copy_(merge(slot, value.reshape(()).float()))
+        aux_dict = aux_dict or {}
+        comparable = [recipe for recipe in self._recipes if recipe in aux_dict and tensor is not None]
+        key = tuple((recipe, hasattr(aux_dict[recipe], "_scale_inv")) for recipe in comparable)
+        if key not in self._plans:
+            self._plans[key] = self._plan(key)
+        passes, others = self._plans[key]
+        for recipe, numel_slot, slots in passes:
+            compare(tensor, aux_dict[recipe], self._buffer, numel_slot, slots)
+        for slot, function, merge in others:
+            value = function(tensor, aux_dict)
+            value = value.reshape(()).float() if torch.is_tensor(value) else self._buffer.new_full((), value)
+            self._buffer[slot] = merge(self._buffer[slot], value)
         self.fed = True
 
-    def _compare(self, tensor: torch.Tensor | None, aux_dict: dict[str, Any]) -> list[str]:
-        """Feeds what one pass per recipe finds; returns the names that are left."""
-        left, unused = dict.fromkeys(self._names), len(STATS)
-        if tensor is None:
-            return list(left)
-        for recipe in {_parse(name)[0] for name in self._names} & aux_dict.keys() - {"nvfp4"}:
+    def reset(self) -> None:
+        """Forgets what it was fed."""
+        self._buffer.copy_(self._initial)
+        self.fed = False
+
+    def _plan(self, key: tuple[tuple[str, bool], ...]) -> tuple[list[Pass], list[tuple[int, Callable, Callable]]]:
+        """What one pass per recipe finds, and slot, function and merger of each statistic that is left."""
+        left, unused, passes = dict.fromkeys(self._names), len(STATS), []
+        for recipe, per_tensor in key:
             prefix = f"{recipe}_" if recipe else ""
-            found = FOUND if hasattr(aux_dict[recipe], "_scale_inv") else FOUND[:2]
+            found = FOUND if per_tensor else FOUND[:2]
             slots = [stats_to_num[prefix + name] if prefix + name in left else unused for name in found]
             numel_slot = stats_to_num["numel"] if "numel" in left else unused
-            compare(tensor, aux_dict[recipe], self._buffer, numel_slot, slots + [unused] * (len(FOUND) - len(found)))
+            passes.append(Pass(recipe, numel_slot, slots + [unused] * (len(FOUND) - len(found))))
             for name in ("numel", *(prefix + name for name in found)):
                 left.pop(name, None)
-        return list(left)
+        return passes, [(stats_to_num[name], *_function_and_merger(name)) for name in left]
 
 
-def log_stats(buffers: stats_buffer.StatsBuffers) -> dict[tuple, float]:
-    """Writes what the buffers were fed, over the ranks that fed them, with one copy to the host."""
-    if not buffers._if_run_reduction():
-        return {}
-    output = {}
-    for group, members in buffers.reduction_group_to_buffer.items():
-        fed = torch.tensor([[member.fed] for member in members], dtype=torch.float32)
-        rows = torch.cat((torch.stack([member._buffer for member in members]), fed.to(members[0]._buffer.device)), 1)
-        rank = dist.get_rank(group) if dist.is_initialized() else 0
-        all_ranks = gather_along_first_dim(rows.unsqueeze(0), process_group=group)[0].tolist()
-        for index, member in enumerate(members):
-            if not member.fed:
-                continue
-            of_ranks = [all_ranks[rank]] if member.skip_reduction else all_ranks
-            values = [rows_of_rank[index] for rows_of_rank in of_ranks if rows_of_rank[index][-1]]
-            for name in member.stats_to_log:
-                value = combine(name, values)
-                MetricLogger.log_scalar(f"{member.layer_name}_{member.tensor_name}_{name}", value, member.iteration)
-                output[member.layer_name, member.tensor_name, name, member.iteration] = value
-            member.fed = False
-    buffers.at_least_one_layer_fed = False
-    return output
+def _function_and_merger(name: str) -> tuple[Callable, Callable]:
+    recipe, statistic, suffix = _parse(name)
+    if statistic not in ("scale_inv_min", "scale_inv_max"):
+        return STATS[name][0], torch.add
+    smallest = statistic == "scale_inv_min"
+
+    def extreme(tensor: torch.Tensor | None, aux_dict: dict[str, Any]) -> torch.Tensor:
+        scales = real_scale_inv(aux_dict[recipe], columnwise=bool(suffix)).float()
+        return torch.where(scales == 0, math.inf, scales).min() if smallest else scales.max()
+
+    return extreme, torch.minimum if smallest else torch.maximum
+
+
+def real_scale_inv(quantized: Any, columnwise: bool) -> torch.Tensor:
+    """The stored scales of a quantised tensor [..., columns], any shape.
+
+    TE pads those of blocks for its matrix products and leaves whatever was in that memory before: not part of it.
+    """
+    if hasattr(quantized, "_scale_inv"):
+        return quantized._scale_inv
+    stored = quantized._columnwise_scale_inv if columnwise else quantized._rowwise_scale_inv
+    columns = quantized.shape[-1]
+    rows = quantized.numel() // columns
+    if not hasattr(quantized, "_is_2D_scaled"):  # MXFP8
+        return stored[: -(-rows // 32), :columns] if columnwise else stored[:rows, : -(-columns // 32)]
+    # FP8 block scaling: along the last dimension what is not divided into blocks, or is only there.
+    last = (rows if columnwise else columns) if quantized._is_2D_scaled else (columns if columnwise else rows)
+    return stored[:, : -(-last // 128) if quantized._is_2D_scaled else last]
+
+
+class Fed(NamedTuple):
+    """What a buffer was fed in one step."""
+
+    layer_name: str
+    tensor_name: str
+    stats: tuple[str, ...]
+    iteration: int
+    over_ranks: bool
+
+
+class Reading(NamedTuple):
+    """The buffers of one reduction group after a step, on their way to the host."""
+
+    fed: dict[int, Fed]  # by index of the buffer
+    rows: torch.Tensor  # (ranks, buffers, slots + 1), pinned; the last says whether that rank's buffer was fed
+    rank: int
+    arrived: torch.cuda.Event
+
+
+class Log:
+    """Writes what the buffers were fed, over the ranks that fed them, with one copy to the host per step."""
+
+    def __init__(self, buffers: stats_buffer.StatsBuffers):
+        self._buffers = buffers
+        self._readings: list[Reading] = []
+
+    def step(self) -> None:
+        """After every step: writes the last one's statistics and asks for this one's. Collective over all ranks."""
+        self.write()
+        if not self._buffers._if_run_reduction():
+            return
+        for group, members in self._buffers.reduction_group_to_buffer.items():
+            fed = torch.tensor([[member.fed] for member in members], dtype=torch.float32).pin_memory()
+            rows = torch.stack([member._buffer for member in members])
+            rows = torch.cat((rows, fed.to(rows.device, non_blocking=True)), 1)
+            rows = gather_along_first_dim(rows.unsqueeze(0), process_group=group)[0].to("cpu", non_blocking=True)
+            rank = dist.get_rank(group) if dist.is_initialized() else 0
+            arrived = torch.cuda.current_stream().record_event()
+            self._readings.append(Reading(_take_fed(members), rows, rank, arrived))
+        self._buffers.at_least_one_layer_fed = False
+
+    def write(self) -> None:
+        """Writes what the last step left, here and now."""
+        for reading in self._readings:
+            reading.arrived.synchronize()
+            ranks = reading.rows.tolist()
+            for index, fed in reading.fed.items():
+                rows = [rank[index] for rank in (ranks if fed.over_ranks else [ranks[reading.rank]]) if rank[index][-1]]
+                for name in fed.stats:
+                    value = combine(name, rows)
+                    MetricLogger.log_scalar(f"{fed.layer_name}_{fed.tensor_name}_{name}", value, fed.iteration)
+        self._readings.clear()
+
+
+def _take_fed(members: list[OnePassBuffer]) -> dict[int, Fed]:
+    taken = {}
+    for index, member in enumerate(members):
+        if member.fed:
+            names = member.layer_name, member.tensor_name, tuple(member.stats_to_log)
+            taken[index] = Fed(*names, member.iteration, over_ranks=not member.skip_reduction)
+            member.reset()
+    return taken
 
 
 def combine(name: str, rows: list[list[float]]) -> float:
@@ -198,7 +289,31 @@ def _parse(name: str) -> tuple[str, str, str]:
     return "", base, name[len(base) :]
 
 
-def install() -> None:
-    """Makes TE's statistics features use these buffers."""
+def _ask_only_what_varies() -> None:
+    """TE asks nvdlfw-inspect up to seven things about every operand and result of every linear layer, in each step with
+    statistics. The features that quantization_stats_config.py lets through answer one of them; the others have TE's
+    default answers: no tensor is modified, every operand of a product in low precision is quantised."""
+
+    def plans(self: DebugQuantizer) -> tuple[str, str]:
+        plan = HIGH_PRECISION if self.parent_quantizer is None else STANDARD_QUANTIZE
+        return plan, plan if self.columnwise_gemm_name is not None else HIGH_PRECISION
+
+    def looks_at(self: DebugQuantizer) -> tuple[bool, bool, bool]:
+        answer = inspect_api.transformer_engine.inspect_tensor_enabled(
+            layer_name=self.layer_name, tensor_name=self.tensor_name, iteration=self.iteration
+        )
+        return self.process_enabled_api_call(answer), False, False
+
+    DebugQuantizer.get_tensors_plan = plans
+    DebugQuantizer.get_enabled_look_at_tensors = looks_at
+    DebugQuantizer.get_plans_for_output_tensors = lambda self: (False, HIGH_PRECISION)
+    DebugQuantizer.log_messages_about_plans = lambda self: None
+
+
+def install() -> Log:
+    """Makes TE's statistics features use these buffers, and returns what writes them: ``write`` it at the end."""
     stats_buffer._Buffer = OnePassBuffer
-    stats_buffer.STATS_BUFFERS.log_stats = functools.partial(log_stats, stats_buffer.STATS_BUFFERS)
+    _ask_only_what_varies()
+    log = Log(stats_buffer.STATS_BUFFERS)
+    stats_buffer.STATS_BUFFERS.log_stats = log.step
+    return log

@@ -111,7 +111,7 @@ def main(cfg: DictConfig) -> None:
     statistics.attach(model, start_step)
     batches = iter(loader)
     perf = PerfLogger(config, run_dir, ctx, model_config, start_step, consumed_tokens)
-    with closing(loader), closing(perf):
+    with closing(loader), closing(perf), closing(statistics):
         preemption.arm(config, ctx)  # SIGTERM and SIGUSR1 now end the run after a step, with a checkpoint
         for step in range(start_step + 1, config.num_train_steps + 1):
             perf.start_step(step)
@@ -154,7 +154,6 @@ def main(cfg: DictConfig) -> None:
                 break
 
     # 7. Finish.
-    statistics.close()
     checkpointer.close()
     if config.checkpoint.save_final_model and not preemption.left_early:
         save_final_model(model, tokenizer, checkpointer.directory / "final_model")
