@@ -27,9 +27,12 @@ logger = logging.getLogger(__name__)
 class ConfigError(ValueError):
     """Every problem of a configuration, one per line: the value, the rule it breaks and the fix."""
 
-    def __init__(self, problems: list[str]):
-        self.problems = problems
-        super().__init__("invalid configuration:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    def __init__(self, *problems: str):
+        super().__init__(*problems)
+        self.problems = list(problems)
+
+    def __str__(self) -> str:
+        return "invalid configuration:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
 
 
 @dataclass
@@ -277,7 +280,7 @@ def load_config(
         key, source = error.full_key, OmegaConf.to_container(cfg, resolve=False)[error.full_key]
         needed = source.strip("${}")
         problem = f"{key} takes the value of {needed}, which has none: give {needed}=... on the command line."
-        raise ConfigError([problem]) from None
+        raise ConfigError(problem) from None
     assert isinstance(config, TrainConfig)
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     if overrides is None:
@@ -295,7 +298,7 @@ def load_config(
             setattr(config, key, getattr(defaults, key))
     problems += find_problems(config, world_size)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return config
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from config_low_precision import low_precision_problems
-from paths import project_path
+from paths import missing_path, project_path
 
 
 if TYPE_CHECKING:
@@ -195,8 +195,7 @@ def check_data(rules: Rules, config: "TrainConfig", world_size: int) -> None:
         ("config_name_or_path", config.config_name_or_path),
         ("dataset.tokenizer_name_or_path", data.tokenizer_name_or_path),
     ]:
-        local = path.startswith((".", "/", "~"))
-        rules.require(not local or Path(project_path(path)).exists(), f"{name}={path!r}: no such file or folder.")
+        rules.require(not missing_path(path), f"{name}={path!r}: no such file or folder.")
 
     validation = config.validation
     rules.at_least("validation.every_n_steps", validation.every_n_steps, 0)

@@ -16,7 +16,6 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from collator import Batch, BSHDCollator, THDCollator, build_label_table, round_up
-from config import TrainConfig
-from paths import project_path
+from config import ConfigError, TrainConfig
+from paths import missing_path, project_path
 from preemption import hidden_from_children
 from records import RecordFeed, Records, open_records
 from windows import ShardState, WindowCutter, WindowStream
@@ -45,12 +44,12 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
         ValueError: if there is none.
     """
     path = project_path(name_or_path)
-    if name_or_path.startswith((".", "/", "~")) and not Path(path).exists():
-        raise ValueError(f"dataset.tokenizer_name_or_path={name_or_path!r}: no such folder.")
+    if missing_path(name_or_path):
+        raise ConfigError(f"dataset.tokenizer_name_or_path={name_or_path!r}: no such folder.")
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # transformers and tokenizers raise errors of many kinds
-        raise ValueError(
+        raise ConfigError(
             f"dataset.tokenizer_name_or_path={name_or_path!r} is no tokenizer ({type(error).__name__}: {error}): give "
             "a folder with tokenizer.json, or a Hub name that this machine can reach (gated ones need HF_TOKEN)."
         ) from error

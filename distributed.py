@@ -24,6 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from config import ConfigError
+
 
 PATIENCE = timedelta(seconds=5)
 """How long ranks that fail wait for each other."""
@@ -210,6 +212,7 @@ def nothing() -> None:
 
 def errors_once(main: Callable[..., None]) -> Callable[..., None]:
     """Decorates a script's ``main``: an error that several ranks raise is printed by rank 0 alone; all exit with 1.
+    A config's problems are printed without a traceback.
 
     The ranks learn of each other's errors from the process group's store, not by a collective, in which other ranks may
     wait for them. Nobody leaves before the error is printed: torchrun ends all ranks as soon as one has left.
@@ -220,19 +223,27 @@ def errors_once(main: Callable[..., None]) -> Callable[..., None]:
         try:
             main(*args)
         except Exception as error:
-            if not dist.is_initialized() or dist.get_world_size() == 1:
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                _print_once(error)
+            elif isinstance(error, ConfigError):
+                print(_text(error), file=sys.stderr, flush=True)
+            else:
                 raise
-            _print_once(error)
             sys.exit(1)
 
     return guarded
 
 
+def _text(error: Exception) -> str:
+    text = f"\n{error}" if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
+    return text.encode(errors="backslashreplace").decode()  # odd file names
+
+
 def _print_once(error: Exception) -> None:
-    """Prints the error with its traceback, unless rank 0 has printed, or prints within PATIENCE, the same."""
+    """Prints the error, unless rank 0 has printed, or prints within PATIENCE, the same."""
     store = dist.distributed_c10d._get_default_store()
     rank, others = dist.get_rank(), range(1, dist.get_world_size())
-    text = "".join(traceback.format_exception(error)).encode(errors="backslashreplace").decode()  # odd file names
+    text = _text(error)
     if rank == 0:
         print(text, file=sys.stderr, flush=True)
         with suppress(RuntimeError):  # the store's errors: too late, or its host is gone
@@ -245,6 +256,8 @@ def _print_once(error: Exception) -> None:
         printed = store.get("printed").decode()
     # Its cause, too: together's error is the same everywhere, and what led to it may be known to this rank alone.
     said = ["".join(traceback.format_exception_only(part)) for part in (error, error.__cause__) if part is not None]
+    if isinstance(error, ConfigError):
+        said = [text]
     if not all(f"\n{part}" in f"\n{printed}" for part in said):
         print(f"rank {rank}:\n{text}", file=sys.stderr, flush=True)
     with suppress(RuntimeError):

@@ -9,6 +9,7 @@ The module holds no buffer: the RoPE table is computed on first use, so a cast o
 """
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -59,16 +60,16 @@ class NVLlamaConfig(LlamaConfig):
         """TE's mask type: the configured one, or the one that the batch layout needs."""
         return self.self_attn_mask_type or ("padding_causal" if self.attn_input_format == "thd" else "causal")
 
-    def check(self) -> None:
-        """Rules that the layers rely on.
-
-        Raises:
-            ValueError: a field that no layer can honour.
-        """
+    def problems(self) -> list[str]:
+        """Broken rules that the layers rely on."""
         problems = decoder_problems(self)
         if self.attention_bias or self.mlp_bias or self.attention_dropout:
             problems.append("attention_bias, mlp_bias and attention_dropout must be off: Llama's layers have none.")
-        if problems:
+        return problems
+
+    def check(self) -> None:
+        """Raises ValueError with all :meth:`problems`."""
+        if problems := self.problems():
             raise ValueError("invalid model config:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
@@ -121,6 +122,12 @@ def decoder_problems(config: PretrainedConfig) -> list[str]:
         problems.append(
             f"rope_type={config.rope_parameters['rope_type']!r}: the layers have {', '.join(ROPE_TYPES)} RoPE."
         )
+    for name, value in [
+        ("rope_theta", config.rope_parameters.get("rope_theta")),
+        ("rms_norm_eps", config.rms_norm_eps),
+    ]:
+        if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+            problems.append(f"{name}={value!r} must be a number above 0.")
     return problems
 
 

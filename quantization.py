@@ -88,10 +88,10 @@ def plan_precision(
     num_layers = model_config.num_hidden_layers
     if not (config.fp8_config.enabled or config.fp4_config.enabled):
         if problems := fused_mlp_problems(model_config, [None]):
-            raise ConfigError(problems)
+            raise ConfigError(*problems)
         return PrecisionPlan((None,) * num_layers)
     if problems := layer_problems(config, num_layers):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     te = te_backend.resolve(config.te_backend)
     formats = layer_formats(config, num_layers)
     recipes: dict[str, Any] = {}
@@ -133,7 +133,7 @@ def plan_precision(
     per_layer = tuple(recipes.get(name) for name in formats)
     problems += fused_mlp_problems(model_config, per_layer)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     plan = PrecisionPlan(per_layer, te, asked, qinit.preserve_high_precision_init_val)
     logger.info("precision: %s%s", plan.describe(), "; weights held in these formats only" if asked else "")
     return plan

@@ -207,7 +207,7 @@ class ReferenceStatistics:
                         problems += request.problems(type(recipe).__name__)
                         self._requests.setdefault((name, request.tensor), []).append(request)
         if problems:
-            raise ConfigError([f"{self._path}: {problem}" for problem in dict.fromkeys(problems)])
+            raise ConfigError(*(f"{self._path}: {problem}" for problem in dict.fromkeys(problems)))
         self._iteration = start_step
         self._writer.open(start_step)
 

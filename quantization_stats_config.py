@@ -162,7 +162,7 @@ def restrict_to_formats(stats_config: Any, plan: PrecisionPlan, path: str) -> di
             f"{', '.join(formats).upper()}: set {fitting}, or a file of your own that does."
         )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return restricted
 
 
@@ -198,7 +198,7 @@ def check_quantized_weights(stats_config: Mapping[str, Any], path: str) -> None:
         if entry["tensor"] == "weight" and not Stat.parse(text, feature).name.startswith("scale_inv")
     ]
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError(*dict.fromkeys(problems))
 
 
 def _entries(options: Mapping[str, Any]) -> list[dict[str, Any]]:

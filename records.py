@@ -29,7 +29,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from paths import PROJECT_DIR, project_path
+from config import ConfigError
+from paths import PROJECT_DIR, missing_path, project_path
 
 
 logger = logging.getLogger(__name__)
@@ -224,7 +225,7 @@ def open_records(load_dataset_kwargs: dict[str, Any], text_column: str) -> Recor
         return open_hugging_face(path, load_dataset_kwargs, text_column)
     ignored = {key: value for key, value in load_dataset_kwargs.items() if key not in ("path", "split", "streaming")}
     if ignored or load_dataset_kwargs.get("split", "train") != "train":
-        raise ValueError(
+        raise ConfigError(
             f"load_dataset_kwargs={load_dataset_kwargs}: {path!r} is local Parquet, read as one split, so "
             f"{', '.join(ignored) or 'split'} would have no effect: drop it, and choose files by a folder or a glob "
             "pattern in path."
@@ -237,13 +238,13 @@ def open_hugging_face(path: str, load_dataset_kwargs: dict[str, Any], text_colum
     local = project_path(path)
     if files := find_files(path, is_fasta):
         named = " ".join(shlex.quote(str(file)) for file in files[:3]) + " ..." * (len(files) > 3)
-        raise ValueError(
+        raise ConfigError(
             f"load_dataset_kwargs.path={path!r} is FASTA, and data sets are read from Parquet files: run python "
             f"data/fasta_to_parquet.py {named} --output FOLDER, and give FOLDER and the column sequence."
         )
     exists = Path(local).exists()
-    if path.startswith((".", "/")) and not exists:
-        raise ValueError(f"load_dataset_kwargs.path={path!r}: no such file or folder, or no *.parquet file matches.")
+    if missing_path(path):
+        raise ConfigError(f"load_dataset_kwargs.path={path!r}: no such file or folder, or no *.parquet file matches.")
     import datasets  # takes seconds, and Parquet files need none of it
 
     try:
@@ -251,12 +252,12 @@ def open_hugging_face(path: str, load_dataset_kwargs: dict[str, Any], text_colum
     except Exception as error:  # datasets raises errors of many kinds
         # With data_files, path is the name of a reader, such as json.
         missing = "" if exists or "data_files" in load_dataset_kwargs else f"there is no local {path!r}, and "
-        raise ValueError(
+        raise ConfigError(
             f"{missing}load_dataset_kwargs={load_dataset_kwargs} could not be loaded ({type(error).__name__}: {error})"
             ": give a Parquet file, a folder of them, or a Hugging Face data set's name that this machine can reach."
         ) from error
     if isinstance(dataset, dict):
-        raise ValueError(f"data set {path!r} has the splits {', '.join(dataset)}: choose load_dataset_kwargs.split.")
+        raise ConfigError(f"data set {path!r} has the splits {', '.join(dataset)}: choose load_dataset_kwargs.split.")
     kind = StreamRecords if isinstance(dataset, datasets.IterableDataset) else IndexedRecords
     return kind(path, dataset, text_column)
 

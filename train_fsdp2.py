@@ -81,12 +81,19 @@ def main(cfg: DictConfig) -> None:
     torch.manual_seed(config.seed + ctx.rank)  # stochastic rounding; data and weights have generators of their own
     run_dir = run_folder(config, "train_fsdp2")
 
-    # 2. Tokenizer, model, optimiser.
+    # 2. Tokenizer, precision, data: every rank reads its own part.
     tokenizer = load_tokenizer(config.dataset.tokenizer_name_or_path)
     model_config = build_model_config(config, tokenizer)
     precision = plan_precision(
         config, model_config, ctx.device, num_shards=ctx.world_size // config.hsdp_replicate_size
     )
+    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
+    validation = None
+    if config.validation.enabled:
+        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
+        require_targets(validation, ctx.device)
+
+    # 3. Model, optimiser.
     statistics = start_statistics(config, precision)
     model = build_model(config, model_config, ctx.device, precision=precision)
     shard(model, config, ctx)
@@ -94,13 +101,6 @@ def main(cfg: DictConfig) -> None:
     parameters = list(model.parameters())
     optimizer = build_optimizer(model, config, te_backend.resolve(config.te_backend))
     scheduler = build_scheduler(optimizer, config.lr_scheduler_kwargs)
-
-    # 3. Data: every rank reads its own part.
-    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
-    validation = None
-    if config.validation.enabled:
-        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
-        require_targets(validation, ctx.device)
 
     # 4. Resume.
     checkpointer = Checkpointer(config.checkpoint, "train_fsdp2", model, optimizer, scheduler)

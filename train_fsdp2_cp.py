@@ -81,22 +81,13 @@ def main(cfg: DictConfig) -> None:
     torch.manual_seed(config.seed + ctx.rank)  # stochastic rounding; data and weights have generators of their own
     run_dir = run_folder(config, "train_fsdp2_cp")
 
-    # 2. Tokenizer, model, optimiser.
+    # 2. Tokenizer, precision, data: the ranks of a context-parallel group read the same batches, and each keeps its
+    #    chunks of every sequence.
     tokenizer = load_tokenizer(config.dataset.tokenizer_name_or_path)
     model_config = build_model_config(config, tokenizer)
     heads = model_config.num_attention_heads, model_config.num_key_value_heads
     cp = init_context_parallel(ctx, config.cp_size, config.cp_comm_type, *heads)
     precision = plan_precision(config, model_config, ctx.device, num_shards=ctx.world_size)
-    statistics = start_statistics(config, precision)
-    model = build_model(config, model_config, ctx.device, precision=precision)
-    set_context_parallel_group(model, cp, ctx.device)
-    shard(model, config, ctx)
-    initialize_weights(model, ctx.device, config.seed, config.init_from_pretrained)
-    parameters = list(model.parameters())
-    optimizer = build_optimizer(model, config, te_backend.resolve(config.te_backend))
-    scheduler = build_scheduler(optimizer, config.lr_scheduler_kwargs)
-
-    # 3. Data: the ranks of a context-parallel group read the same batches, and each keeps its chunks of every sequence.
     source = tokenizer, cp.dp_rank, cp.dp_size
     padding = {"pad_to_multiple": cp.cp_size * precision.pad_to_multiple, "sequence_pad_multiple": cp.sequence_multiple}
     loader = build_train_loader(config, *source, **padding)
@@ -105,6 +96,16 @@ def main(cfg: DictConfig) -> None:
         whole_batches = build_validation_loader(config, *source, **padding)
         validation = SplitBatches(whole_batches, cp.cp_rank, cp.cp_size)
         require_targets(validation, ctx.device)
+
+    # 3. Model, optimiser.
+    statistics = start_statistics(config, precision)
+    model = build_model(config, model_config, ctx.device, precision=precision)
+    set_context_parallel_group(model, cp, ctx.device)
+    shard(model, config, ctx)
+    initialize_weights(model, ctx.device, config.seed, config.init_from_pretrained)
+    parameters = list(model.parameters())
+    optimizer = build_optimizer(model, config, te_backend.resolve(config.te_backend))
+    scheduler = build_scheduler(optimizer, config.lr_scheduler_kwargs)
 
     # 4. Resume.
     checkpointer = Checkpointer(config.checkpoint, "train_fsdp2_cp", model, optimizer, scheduler)

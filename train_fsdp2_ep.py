@@ -97,12 +97,19 @@ def main(cfg: DictConfig) -> None:
     torch.manual_seed(config.seed + ctx.rank)  # stochastic rounding; data and weights have generators of their own
     run_dir = run_folder(config, "train_fsdp2_ep")
 
-    # 2. Tokenizer, model, optimiser.
+    # 2. Tokenizer, precision, data: every rank reads its own part.
     tokenizer = load_tokenizer(config.dataset.tokenizer_name_or_path)
     model_config = build_model_config(config, tokenizer, NVMixtralConfig)
     dp_size, ep_size = config.parallelism.sizes(ctx.world_size)
     check_layout(model_config, dp_size, ep_size)
     precision = plan_precision(config, model_config, ctx.device, ctx.world_size, num_expert_shards=dp_size)
+    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
+    validation = None
+    if config.validation.enabled:
+        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
+        require_targets(validation, ctx.device)
+
+    # 3. Model, optimiser.
     statistics = start_statistics(config, precision)
     model = build_model(config, model_config, ctx.device, NVMixtralForCausalLM, precision)
     shard(model, config, ctx)
@@ -110,13 +117,6 @@ def main(cfg: DictConfig) -> None:
     parameters = list(model.parameters())
     optimizer = build_optimizer(model, config, te_backend.resolve(config.te_backend))
     scheduler = build_scheduler(optimizer, config.lr_scheduler_kwargs)
-
-    # 3. Data: every rank reads its own part.
-    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
-    validation = None
-    if config.validation.enabled:
-        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
-        require_targets(validation, ctx.device)
 
     # 4. Resume.
     checkpointer = Checkpointer(config.checkpoint, "train_fsdp2_ep", model, optimizer, scheduler)

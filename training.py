@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTra
 
 from checkpoint import LoadedCheckpoint
 from collator import Batch
-from config import TrainConfig
+from config import ConfigError, TrainConfig
 from context_parallel import all_to_all_size, local_world_size, split_batch
 from dataset import OTHER_VALIDATION, TrainLoader, merge_loader_states
 from distributed import DistributedContext, HostCopy
@@ -55,43 +55,46 @@ def build_model_config(
         overrides["te_backend"] = config.te_backend
         overrides["activation_checkpointing"] = config.activation_checkpointing
     elif te_class is not NVLlamaConfig:
-        raise ValueError(f"use_te=false trains Llama only, this script trains {te_class.model_type}: set use_te=true.")
+        raise ConfigError(f"use_te=false trains Llama only, this script trains {te_class.model_type}: set use_te=true.")
     else:
         config_class = LlamaConfig
     path = project_path(config.config_name_or_path)
     try:
         model_type = PretrainedConfig.get_config_dict(path)[0].get("model_type")
     except OSError as error:
-        raise ValueError(
+        raise ConfigError(
             f"config_name_or_path={config.config_name_or_path!r} has no readable config.json: give a folder with one "
             f"or a model's name on the Hugging Face Hub. ({error})"
         ) from error
     if model_type != config_class.model_type:
-        raise ValueError(
+        raise ConfigError(
             f"config_name_or_path={config.config_name_or_path!r} is a {model_type} model, and this script trains "
             f"{config_class.model_type}: train_fsdp2_ep.py is for mixtral, the others are for llama."
         )
-    model_config = config_class.from_pretrained(path, **overrides)
+    try:
+        model_config = config_class.from_pretrained(path, **overrides)
+    except Exception as error:  # transformers raises errors of many kinds
+        raise ConfigError(f"config_kwargs or {path}/config.json: {error}") from error
     unknown = [key for key in overrides if not hasattr(config_class(), key)]
     if unknown:
-        raise ValueError(f"config_kwargs: {', '.join(unknown)}: {config_class.__name__} has no such field.")
+        raise ConfigError(f"config_kwargs: {', '.join(unknown)}: {config_class.__name__} has no such field.")
     # A shape may come from a model of other texts, and the final model's generate stops at the config's EOS.
     for name in ("bos_token_id", "eos_token_id"):
         own, known = getattr(tokenizer, name), getattr(model_config, name)
         if own is not None and name not in overrides and own not in (known if isinstance(known, list) else [known]):
             setattr(model_config, name, own)
     if model_config.vocab_size < len(tokenizer):
-        raise ValueError(
+        raise ConfigError(
             f"vocab_size={model_config.vocab_size} is smaller than the tokenizer's {len(tokenizer)} ids: set "
             f"+config_kwargs.vocab_size={len(tokenizer)} or choose the model's own tokenizer."
         )
     if model_config.max_position_embeddings < config.dataset.max_seq_length:
-        raise ValueError(
+        raise ConfigError(
             f"dataset.max_seq_length={config.dataset.max_seq_length} exceeds the model's max_position_embeddings="
             f"{model_config.max_position_embeddings}: shorten the windows or override it in config_kwargs."
         )
-    if config.use_te:
-        model_config.check()
+    if config.use_te and (problems := model_config.problems()):
+        raise ConfigError(*problems)
     heads = model_config.num_attention_heads, model_config.num_key_value_heads
     all_to_all_size(config.cp_comm_type, config.cp_size, *heads, local_world_size())
     return model_config

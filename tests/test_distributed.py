@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import distributed
+from config import ConfigError
 from dist_utils import RanksFailed, run_on_ranks, run_script
 from distributed import errors_once, global_grad_norm, init_distributed, together
 
@@ -96,6 +97,8 @@ def fails(how: str) -> None:
     if how == "one":
         assert rank == 0
         dist.barrier()
+    if how == "config":
+        raise ConfigError(f"a=1 of rank {rank}", "b=2")
     if how == "each its own":
         raise ValueError(f"one of rank {rank}")
     if how == "together":
@@ -113,6 +116,14 @@ def test_an_error_of_all_ranks_is_printed_once():
     assert failed.exit_codes == [1, 1]
     assert str(failed).count("ValueError: the same everywhere") == 1
     assert "a warning of rank 1" in str(failed)
+
+
+def test_problems_of_a_config_are_printed_without_a_traceback():
+    failed = failure("config")
+    assert failed.exit_codes == [1, 1]
+    assert "\ninvalid configuration:\n  - a=1 of rank 0\n  - b=2\n" in str(failed)
+    assert "a=1 of rank 1" in str(failed)
+    assert "Traceback" not in str(failed)
 
 
 def test_an_error_of_one_rank_is_printed_by_it():

@@ -191,6 +191,13 @@ def test_recomputed_layers():
         NVLlamaConfig(**(SHAPE | {"num_hidden_layers": 5}), activation_checkpointing="6").check()
 
 
+@pytest.mark.parametrize("fields", [{"rope_theta": 0.0}, {"rms_norm_eps": float("nan")}])
+def test_numbers_that_would_only_fail_in_training(fields):
+    name, value = next(iter(fields.items()))
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be a number above 0"):
+        NVLlamaConfig(**SHAPE | fields).check()
+
+
 @pytest.mark.parametrize("mode", ["full", "selective", "1"])
 def test_activation_checkpointing_changes_nothing(mode):
     _, model = make_pair("gqa", attn_input_format="thd")

@@ -170,9 +170,14 @@ def test_fasta_is_told_how_to_become_parquet(tmp_path, monkeypatch, form, name):
     assert [text for array in records.scan(0) for text in array.to_pylist()] == ["ACGT"]
 
 
-@pytest.mark.parametrize("path", ["data/nowhere", "nowhere/*.parquet"])
-def test_what_is_neither_local_nor_on_the_hub(path):
-    with pytest.raises(ValueError, match=rf"there is no local '{re.escape(path)}', and .* could not be loaded"):
+def test_what_is_neither_local_nor_on_the_hub():
+    with pytest.raises(ValueError, match=r"there is no local 'owner/nowhere', and .* could not be loaded"):
+        open_records({"path": "owner/nowhere"}, "sequence")
+
+
+@pytest.mark.parametrize("path", ["data/nowhere", "nowhere/*.parquet", "nowhere.parquet"])
+def test_what_can_only_be_local_is_not_looked_for_on_the_hub(path):
+    with pytest.raises(ValueError, match=rf"path='{re.escape(path)}': no such file or folder"):
         open_records({"path": path}, "sequence")
 
 
