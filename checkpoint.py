@@ -29,8 +29,6 @@ import fcntl
 import json
 import logging
 import os
-import re
-import shutil
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -49,6 +47,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim.lr_scheduler import LambdaLR
 
+from commits import (
+    EARLIER_RUNS,
+    MARKER,
+    committed_checkpoints,
+    last_earlier_commit,
+    promote,
+    read_marker,
+    remove,
+    write_atomically,
+)
 from config import CheckpointConfig
 from distributed import by_reason, nothing, own_rank, together, unwrap
 from optimizer import initialize_state
@@ -57,10 +65,6 @@ from scheduler import set_completed_steps
 
 
 logger = logging.getLogger(__name__)
-
-MARKER = "commit.json"
-EARLIER_RUNS = "earlier_runs.json"
-FOLDER_NAME = re.compile(r"step_\d+(\.staging)?")
 
 
 @dataclass(frozen=True)
@@ -263,11 +267,11 @@ class Checkpointer:
     def _make_staging(self, staging: Path) -> None:
         """Rank 0: an empty staging folder, after tidying up what a killed run left."""
         for leftover in self.directory.glob("step_*.staging"):
-            if _marker(leftover) is not None:
+            if read_marker(leftover) is not None:
                 self._make_final(leftover)  # killed between commit and rename
             else:
                 logger.warning("removing %s: it was never committed", leftover)
-                _remove(leftover)
+                remove(leftover)
         staging.mkdir()
 
     def _commit(self, staging: Path, progress: dict[str, Any]) -> None:
@@ -285,19 +289,19 @@ class Checkpointer:
             own = committed_checkpoints(self.directory, after_commit=self._last_earlier_commit)
             for _, folder in own[: -self.config.max_checkpoints]:
                 try:
-                    _remove(folder)
+                    remove(folder)
                 except OSError as error:  # the new checkpoint is whole all the same
                     logger.warning("cannot remove the old checkpoint %s: %s", folder, error)
 
     def _make_final(self, staging: Path) -> None:
-        """Rank 0: ``_promote``, after moving a checkpoint of an earlier run out of the way."""
+        """Rank 0: ``promote``, after moving a checkpoint of an earlier run out of the way."""
         final = staging.with_suffix("")
-        there = _marker(final)
+        there = read_marker(final)
         if there is not None and there["commit"] <= self._last_earlier_commit:
             aside = final.with_name(f"{final.name}.earlier_{uuid.uuid4().hex[:8]}")
             os.rename(final, aside)
             logger.warning("kept %s of an earlier run as %s", final, aside.name)
-        _promote(staging)
+        promote(staging)
 
 
 class _CommittingWriter(dcp.FileSystemWriter):
@@ -361,72 +365,6 @@ def _check_same_tensors(tensors: dict[str, torch.Tensor], metadata: Metadata, fo
         )
 
 
-def last_earlier_commit(directory: Path) -> int:
-    """What ``earlier_runs.json`` says: commits up to this number are not the present run's; 0 without that file.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    path = directory / EARLIER_RUNS
-    try:
-        return int(json.loads(path.read_text())["last_commit"])
-    except FileNotFoundError:
-        return 0
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged: delete it, and the checkpoints of earlier runs count as this one's"
-        ) from error
-
-
-def committed_checkpoints(
-    directory: Path, after_commit: int = 0, warn: bool = False
-) -> list[tuple[dict[str, Any], Path]]:
-    """(marker, folder) of every whole checkpoint, the oldest first.
-
-    Args:
-        after_commit: those with a greater commit number only; 0: all.
-        warn: name the folders passed over because they are not whole.
-    """
-    found = []
-    for folder in sorted(directory.iterdir()):
-        if folder.is_dir() and FOLDER_NAME.fullmatch(folder.name):
-            marker = _marker(folder)
-            if marker is not None:
-                found.append((marker, folder))
-            elif warn:
-                logger.warning("ignoring %s: half-written or damaged (no valid %s)", folder, MARKER)
-    newer = (pair for pair in found if pair[0]["commit"] > after_commit)
-    return sorted(newer, key=lambda pair: pair[0]["commit"])
-
-
-def _marker(folder: Path) -> dict[str, Any] | None:
-    """Contents of the commit marker; None if it or a file that it lists is missing, damaged or too short."""
-    try:
-        marker = json.loads((folder / MARKER).read_text())
-        whole = all((folder / name).stat().st_size >= size for name, size in marker["files"].items())
-        whole = whole and all(
-            isinstance(marker[key], int) for key in ("step", "scheduler_steps", "world_size", "commit")
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return marker if whole else None
-
-
-def _promote(staging: Path) -> None:
-    """Gives a committed staging folder its final name, in place of an older checkpoint of the same step."""
-    final = staging.with_suffix("")
-    if final.exists():
-        _remove(final)
-    os.rename(staging, final)
-    sync_to_disk(final.parent)
-
-
-def _remove(folder: Path) -> None:
-    """Removes a checkpoint, its marker first: no part of it may count."""
-    (folder / MARKER).unlink(missing_ok=True)
-    shutil.rmtree(folder)
-
-
 def _check_writable(directory: Path, name: str) -> None:
     """Makes ``directory`` and writes to it from every rank, so that a run does not find out after hours of training."""
     token = together(lambda: uuid.uuid4().hex, ValueError, name)[0]
@@ -452,21 +390,3 @@ def _save_object(value: Any, path: Path) -> None:
         torch.save(value, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file in one move; durable when this returns."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    sync_to_disk(temporary)
-    os.replace(temporary, path)
-    sync_to_disk(path.parent)
-
-
-def sync_to_disk(path: Path) -> None:
-    """fsync of a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from checkpoint import model_tensors, sync_to_disk
+from checkpoint import model_tensors
+from commits import sync_to_disk
 from distributed import nothing, own_rank, together, unwrap
 from quantized_parameters import dequantized
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PretrainedConfig
 
-from checkpoint import committed_checkpoints, last_earlier_commit
+from commits import committed_checkpoints, last_earlier_commit
 from config import TrainConfig, save_resolved
 from distributed import DistributedContext, nothing, together
 from loggers import RunLoggers

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
+import commits
 import te_reference
 from checkpoint import Checkpointer, model_tensors
 from config import AdamWConfig, CheckpointConfig, SchedulerConfig, TrainConfig
@@ -395,9 +396,9 @@ def killed_while_saving(folder: str, moment: str, async_save: bool) -> None:
     elif moment == "metadata written":
         dcp.FileSystemWriter.finish = dying(dcp.FileSystemWriter.finish)
     elif moment == "marker written":
-        checkpoint._promote = dying(lambda staging: None)
+        checkpoint.promote = dying(lambda staging: None)
     elif moment == "old one removed":
-        checkpoint._remove = dying(checkpoint._remove)
+        commits.remove = dying(commits.remove)
     run.checkpointer.save(2, {"version": 3})
     run.checkpointer.close()
 
