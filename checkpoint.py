@@ -358,10 +358,11 @@ def _check_same_tensors(tensors: dict[str, torch.Tensor], metadata: Metadata, fo
                 problems.append(f"{name} is {list(then[0])} {then[1]} there, {list(now[0])} {now[1]} here")
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems[:5])
+        listed += f"\n  - and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(
             f"{folder} does not fit this run in {len(problems)} tensors:{listed}\nResume with the model config, dtype, "
-            "use_fp32_master_weights, fp8_config and fp4_config that it was saved with, or choose another "
-            "checkpoint.ckpt_dir."
+            "use_fp32_master_weights, quantised init and, under delayed scaling, fp8_config that it was saved with, or "
+            "choose another checkpoint.ckpt_dir."
         )
 
 

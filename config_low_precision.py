@@ -18,8 +18,8 @@ FP8_RECIPES = tuple(name for name in RECIPES if name not in FP4_RECIPES)
 @dataclass
 class QuantizedModelInitConfig:
     enabled: bool = False
-    """Low-precision layers hold their weights in their compute format only; the optimiser holds FP32 masters. Also:
-    ``+config_kwargs.use_quantized_model_init=true``."""
+    """Low-precision layers hold their weights in their compute format only; the optimiser holds FP32 masters. Also, and
+    with FP4 alone: ``+config_kwargs.use_quantized_model_init=true``."""
     preserve_high_precision_init_val: bool = False
     """Seed the masters from the initial values before they are quantised, not from the quantised ones."""
 
@@ -118,11 +118,18 @@ def low_precision_problems(config: "TrainConfig", world_size: int) -> list[str]:
                     f"{prefix}_config.{prefix}_format={given!r}: {error} Or set it to null: the format then follows "
                     "the recipe."
                 )
+    for name, section in (("fp8_config", fp8), ("fp4_config", fp4), ("quant_stats_config", config.quant_stats_config)):
+        problems += [
+            f"{name}.{key}={value!r} has no effect with {name}.enabled=false: set that to true, or drop it."
+            for key, value in vars(section).items()
+            if not section.enabled and key != "quantized_model_init_kwargs" and value != getattr(type(section)(), key)
+        ]
     asked = config.config_kwargs.get("use_quantized_model_init")
     if qinit.enabled and not fp8.enabled:
         problems.append(
             "fp8_config.quantized_model_init_kwargs.enabled=true with fp8_config.enabled=false: the parameters would "
-            "have no format. Set fp8_config.enabled=true, or turn quantised init off."
+            "have no format. Set fp8_config.enabled=true, turn quantised init off, or, for weights held in FP4, say "
+            "+config_kwargs.use_quantized_model_init=true instead."
         )
     if asked not in (None, True, False):
         problems.append(f"config_kwargs.use_quantized_model_init={asked!r} must be true or false.")

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from convert_map import HF_TO_TE, LAYOUTS, TE_TO_HF, TensorMap, check_tied, converted, num_rows, plan, some
-from export import write_model_code
+from export import RUN_FIELDS, write_model_code
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 from modeling_mixtral_te import NVMixtralConfig, NVMixtralForCausalLM
 
@@ -50,8 +50,8 @@ FAMILIES = {
 }
 # What a config.json of this project has beyond Hugging Face's.
 TE_CONFIG_KEYS = (
-    *("attn_input_format", "self_attn_mask_type", "te_backend", "activation_checkpointing", "auto_map"),
-    *("router_z_loss_coef", "router_bias_update_rate", "expert_token_alignment", "fused_grouped_mlp"),
+    *RUN_FIELDS,
+    *("router_z_loss_coef", "router_bias_update_rate", "auto_map"),
 )
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 COPIED_FILES = (

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from collator import Batch, BSHDCollator, THDCollator, build_label_table, round_up
 from config import ConfigError, TrainConfig
+from distributed import own_rank
 from paths import missing_path, project_path
 from preemption import hidden_from_children
 from records import RecordFeed, Records, open_records
@@ -185,18 +186,27 @@ class TrainLoader:
         skipped_records: empty or null records met so far.
     """
 
-    def __init__(self, dataset: ShardedDataset, num_workers: int, stateful: bool, order: dict[str, int | None]):
+    def __init__(
+        self,
+        dataset: ShardedDataset,
+        num_workers: int,
+        stateful: bool,
+        order: dict[str, int | None],
+        global_batch: str,
+    ):
         """
         Args:
             dataset: the rank's micro-batches.
             num_workers: loader processes; 0 reads in this one.
             stateful: carry the state, through ``StatefulDataLoader``.
             order: the settings that a state depends on.
+            global_batch: the size of one optimiser step, in words; a resumed run says if it has changed.
         """
         self._dataset = dataset
         self._num_workers = num_workers
         self._stateful = stateful
         self._order = order
+        self._global_batch = global_batch
         self._loader: DataLoader | StatefulDataLoader | None = None
         self._iterator: Iterator | None = None
         self._batches = 0
@@ -236,7 +246,7 @@ class TrainLoader:
                 worker.join()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state as of the last batch handed out: ``{"order": settings, "shards": {shard: integers}}``."""
+        """This rank's state as of the last batch handed out; in it ``{"shards": {shard: integers}}``."""
         if not self._stateful:
             raise RuntimeError("the position in the data is not kept: set dataset.use_stateful_dataloader=true.")
         if self._iterator is None:
@@ -250,7 +260,11 @@ class TrainLoader:
                     f"but {self._batches} of the shards {self._dataset.shards} were handed out: this torchdata keeps "
                     "worker states differently. Install the version in requirements.txt."
                 )
-        return {"order": dict(self._order), "shards": {shard: list(state) for shard, state in shards.items()}}
+        return {
+            "order": dict(self._order),
+            "global_batch": self._global_batch,
+            "shards": {shard: list(state) for shard, state in shards.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a state merged over all ranks (:func:`merge_loader_states`), of any data-parallel size.
@@ -273,6 +287,12 @@ class TrainLoader:
             raise ValueError(
                 f"the checkpoint has no data state of shards {missing}: the states of some ranks are missing."
             )
+        if state["global_batch"] != self._global_batch and own_rank() == 0:
+            logger.warning(
+                "the global batch was %s and is %s: change grad_acc_steps to keep it, or the learning rate to suit it",
+                state["global_batch"],
+                self._global_batch,
+            )
         self.close()
         self._dataset.load_state_dict(state)
         self._batches = sum(state["shards"][shard][-1] for shard in self._dataset.shards)
@@ -289,6 +309,7 @@ def merge_loader_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Joins the :meth:`TrainLoader.state_dict` of all ranks."""
     return {
         "order": states[0]["order"],
+        "global_batch": states[0]["global_batch"],
         "shards": {s: value for state in states for s, value in state["shards"].items()},
     }
 
@@ -382,13 +403,17 @@ def build_train_loader(
     records = open_records(data.load_dataset_kwargs, data.text_column)
     cutter = WindowCutter(tokenizer, data.max_seq_length, data.stride)
     micro_batches = dp_size * config.grad_acc_steps
-    purpose = f"one global batch of {dp_size} ranks * {config.grad_acc_steps} grad_acc_steps"
+    factors = f"{dp_size} data-parallel ranks * {config.grad_acc_steps} grad_acc_steps"
     if config.use_sequence_packing:
         tokens = config.token_micro_batch_size
-        require_tokens(records, cutter, 1, micro_batches * tokens, f"{purpose} * {tokens} tokens")
+        global_batch, factors = f"{micro_batches * tokens} tokens", f"{factors} * {tokens} tokens"
+        require_tokens(records, cutter, 1, micro_batches * tokens, f"one global batch of {factors}")
     else:
         rows = data.micro_batch_size
-        require_tokens(records, cutter, micro_batches * rows, 0, f"{purpose} * {rows} windows")
+        global_batch, factors = f"{micro_batches * rows} windows", f"{factors} * {rows} windows"
+        require_tokens(records, cutter, micro_batches * rows, 0, f"one global batch of {factors}")
+    if own_rank() == 0:
+        logger.info("global batch: %s = %s", factors, global_batch)
     packer = Packer(config, tokenizer, pad_to_multiple, sequence_pad_multiple, data.split_last_document)
     dataset = ShardedDataset(records, cutter, packer, config.seed, data.buffer_size, data.num_shards, dp_rank, dp_size)
     order = {
@@ -399,7 +424,7 @@ def build_train_loader(
         "stride": data.stride,
         "num_records": records.num_records,
     }
-    return TrainLoader(dataset, data.num_workers, data.use_stateful_dataloader, order)
+    return TrainLoader(dataset, data.num_workers, data.use_stateful_dataloader, order, global_batch)
 
 
 def build_validation_loader(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -223,6 +224,9 @@ def errors_once(main: Callable[..., None]) -> Callable[..., None]:
         try:
             main(*args)
         except Exception as error:
+            handler = get_error_handler()
+            handler.initialize()
+            handler.record_exception(error)  # for torchrun's summary
             if dist.is_initialized() and dist.get_world_size() > 1:
                 _print_once(error)
             elif isinstance(error, ConfigError):

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from torch import nn
@@ -38,6 +39,11 @@ AUTO_CLASSES = {
     "AutoModelForSequenceClassification": "ForSequenceClassification",
     "AutoModelForTokenClassification": "ForTokenClassification",
 }
+# Fields of a model config that say how a run computes, not what the model is.
+RUN_FIELDS = (
+    *("attn_input_format", "self_attn_mask_type", "te_backend", "activation_checkpointing"),
+    *("expert_token_alignment", "fused_grouped_mlp"),
+)
 # Imported only where they are. transformers demands every package that a file imports outside a try block.
 OPTIONAL_PACKAGES = ("triton", "transformer_engine")
 
@@ -75,7 +81,7 @@ def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path:
             leftover.unlink() if leftover.is_file() else shutil.rmtree(leftover, ignore_errors=True)
         model.save_pretrained(staging, state_dict=weights, max_shard_size="5GB")
         if (architecture := project_architecture(model)) is not None:
-            write_model_code(staging, architecture)
+            write_model_code(staging, architecture, without=RUN_FIELDS)
         tokenizer.save_pretrained(staging)
         for file in staging.iterdir():
             sync_to_disk(file)
@@ -90,12 +96,13 @@ def save_final_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, path:
         logger.info("wrote the final model to %s", path)
 
 
-def write_model_code(folder: Path, architecture: str) -> None:
+def write_model_code(folder: Path, architecture: str, without: Collection[str] = ()) -> None:
     """Adds the model's code to a folder of weights, and the ``auto_map`` to its config.json.
 
     Args:
         folder: with a config.json.
         architecture: a key of MODEL_MODULES.
+        without: fields to drop from the config.json.
     """
     module = MODEL_MODULES[architecture]
     for name, source in model_sources(module).items():
@@ -109,7 +116,8 @@ def write_model_code(folder: Path, architecture: str) -> None:
         if f"{family}{suffix}" in defined
     }
     path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) | {"auto_map": auto_map}
+    config = {key: value for key, value in json.loads(path.read_text(encoding="utf-8")).items() if key not in without}
+    config["auto_map"] = auto_map
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

@@ -89,6 +89,7 @@ def plan_precision(
     if not (config.fp8_config.enabled or config.fp4_config.enabled):
         if problems := fused_mlp_problems(model_config, [None]):
             raise ConfigError(*problems)
+        logger.info("precision: no layer in FP8 or FP4")
         return PrecisionPlan((None,) * num_layers)
     if problems := layer_problems(config, num_layers):
         raise ConfigError(*problems)

@@ -33,7 +33,7 @@ from distributed import own_rank, unwrap
 from loggers import move_aside
 from paths import project_path
 from precision import PrecisionPlan
-from quantization_stats_config import Request, check_quantized_weights, requests_for, restrict_to_formats
+from quantization_stats_config import Request, requests_for, restrict_to_formats, without_quantized_weights
 from quantized_parameters import low_precision_layers
 from te_reference.emulation import Operands, quantize
 from te_reference.quant_stats import QuantStats, measure
@@ -71,7 +71,7 @@ def start_statistics(config: TrainConfig, plan: PrecisionPlan) -> Statistics:
     path = Path(project_path(config.quant_stats_config.quant_stats_file))
     stats_config = restrict_to_formats(yaml.safe_load(path.read_text()), plan, str(path))
     if plan.quantized_init:
-        check_quantized_weights(stats_config, str(path))
+        stats_config = without_quantized_weights(stats_config, str(path))
     writer = StatisticsWriter(Path(config.quant_stats_config.quant_log_dir))
     if te_backend.is_reference(plan.te):
         return ReferenceStatistics(stats_config, writer, str(path))
@@ -116,6 +116,8 @@ class StatisticsWriter:
         self._logger.addHandler(self._handler)
         self._logger.setLevel(logging.INFO)
         self._logger.propagate = False
+        if own_rank() == 0:
+            logger.info("statistics: in %s", self.path)
 
     def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
         """One line; the signature of nvdlfw-inspect's loggers."""

@@ -163,6 +163,8 @@ def restrict_to_formats(stats_config: Any, plan: PrecisionPlan, path: str) -> di
         )
     if problems:
         raise ConfigError(*problems)
+    for name in {name for name in plan.formats if name} - {FEATURES[feature] for feature, _, _ in found.values()}:
+        logger.info("%s has no section for %s: the layers that run in it are left out", path, name.upper())
     return restricted
 
 
@@ -186,19 +188,37 @@ def layer_pattern(layers: Mapping[str, Any], numbers: list[int]) -> str | None:
     return rf"^(?=.*\.layers\.(?:{'|'.join(map(str, numbers))})\.).*{names}"
 
 
-def check_quantized_weights(stats_config: Mapping[str, Any], path: str) -> None:
-    """Raises ConfigError if statistics are asked for that need a weight in high precision: quantised init has none."""
-    problems = [
-        f"{path}: {text} of weight needs the weight in high precision, which quantised init does not hold: keep "
-        "scale_inv_min and scale_inv_max, or drop the tensor."
-        for section in stats_config.values()
-        for feature, options in section["transformer_engine"].items()
-        for entry in _entries(options)
-        for text in entry["stats"]
-        if entry["tensor"] == "weight" and not Stat.parse(text, feature).name.startswith("scale_inv")
-    ]
-    if problems:
-        raise ConfigError(*dict.fromkeys(problems))
+def without_quantized_weights(stats_config: dict[str, Any], path: str) -> dict[str, Any]:
+    """The restricted config without the statistics that compare a weight with its high-precision values, which
+    quantised init does not hold; says so.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    left = {}
+    for title, section in stats_config.items():
+        ((feature, options),) = section["transformer_engine"].items()
+        entries = []
+        for entry in _entries(options):
+            kept = [text for text in entry["stats"] if Stat.parse(text, feature).name.startswith("scale_inv")]
+            kept = kept if entry["tensor"] == "weight" else entry["stats"]
+            if dropped := [text for text in entry["stats"] if text not in kept]:
+                logger.info(
+                    "%s: %s: %s of weight left out: quantised init holds no weight in high precision",
+                    path,
+                    title,
+                    ", ".join(dropped),
+                )
+            entries += [{**entry, "stats": kept}] if kept else []
+        if entries:
+            features = {feature: {"enabled": True, "tensors_struct": entries}}
+            left[title] = {**section, "transformer_engine": features}
+    if not left:
+        raise ConfigError(
+            f"{path} asks for statistics of weights in high precision only, which quantised init does not hold: name "
+            "other tensors, scale_inv_min or scale_inv_max."
+        )
+    return left
 
 
 def _entries(options: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -47,7 +47,12 @@ def build_model_config(
         ValueError: a model of another kind, the vocabulary cannot hold the tokenizer's ids, windows exceed the model's
             positions, a field that the layers cannot honour, or head counts that ``cp_comm_type`` cannot hand out.
     """
-    overrides = {key: value for key, value in config.config_kwargs.items() if value is not None}
+    defaults = te_class()
+    overrides = {
+        key: float(value) if type(value) is int and isinstance(getattr(defaults, key, None), float) else value
+        for key, value in config.config_kwargs.items()
+        if value is not None
+    }
     overrides.pop("use_quantized_model_init", None)  # how a run holds weights (quantization.py), not what the model is
     if config.use_te:
         config_class = te_class

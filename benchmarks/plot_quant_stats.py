@@ -3,7 +3,7 @@
     python benchmarks/plot_quant_stats.py logs/quant_stats [--out plots] [--match mlp]
 
 Reads ``<folder>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-0.log`` (quantization_stats.py), of either
-backend.
+backend, or the file that is given, such as an earlier run's ``nvdlfw_inspect_globalrank-0.1.log``.
 """
 
 import argparse
@@ -77,14 +77,18 @@ def plot(series: Series, out: Path) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="quant_stats_config.quant_log_dir of the run")
-    parser.add_argument("--out", type=Path, help="folder for the PNG files; default: the log folder")
+    parser.add_argument("path", type=Path, help="quant_stats_config.quant_log_dir of the run, or one file in it")
+    parser.add_argument("--out", type=Path, help="folder for the PNG files; default: the log folder, or the file's")
     parser.add_argument("--match", default="", help="only names that contain this")
     args = parser.parse_args()
-    path = args.folder / LOG_FOLDER / "nvdlfw_inspect_globalrank-0.log"
+    path = args.path if args.path.is_file() else args.path / LOG_FOLDER / "nvdlfw_inspect_globalrank-0.log"
     if not path.exists():
         raise SystemExit(f"{path}: no such file; give the run's quant_stats_config.quant_log_dir.")
-    for written in plot(read_statistics(path, args.match), args.out or args.folder):
+    try:
+        series = read_statistics(path, args.match)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    for written in plot(series, args.out or (path.parent if args.path.is_file() else args.path)):
         print(written)
 
 

@@ -311,6 +311,18 @@ def test_resume_at_other_sizes(folder, nucleotides, name):
     assert all_same(got, expected)
 
 
+def test_another_global_batch_is_said(folder, nucleotides, caplog):
+    config = make_config(folder)
+    states = [build_train_loader(config, nucleotides, rank, 2).state_dict() for rank in range(2)]
+    with caplog.at_level("INFO"):
+        resume(config, nucleotides, states, 0, 4)
+        config.grad_acc_steps = 2
+        resume(config, nucleotides, states, 0, 1)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and "the global batch was 192 tokens and is 384 tokens" in said[0]
+    assert "global batch: 1 data-parallel ranks * 2 grad_acc_steps * 96 tokens = 192 tokens" in caplog.text
+
+
 def test_states_are_small_and_plain(folder, nucleotides):
     loader = build_train_loader(make_config(folder, num_workers=2), nucleotides, 1, 2)
     list(islice(loader, 9))
@@ -418,7 +430,8 @@ def test_less_than_one_global_batch(tmp_path, nucleotides, packing):
     texts = ["A" * 22] * 15  # one full window of 24 tokens each; two micro-batches of two ranks need 16
     config = make_config(write_files(tmp_path, texts), packing=packing, grad_acc_steps=2)
     with pytest.raises(
-        ValueError, match="holds 15 windows with 360 tokens in all, fewer than one global batch of 2 ranks"
+        ValueError,
+        match="15 windows with 360 tokens in all, fewer than one global batch of 2 data-parallel ranks",
     ):
         build_train_loader(config, nucleotides, 0, 2)
     config.grad_acc_steps = 1

@@ -233,13 +233,21 @@ def test_ranks_are_merged(tmp_path):
         assert merged[f"{layer}_activation_mse"] == pytest.approx((one[layer] + other[layer]) / 2, rel=1e-5)
 
 
-def test_off_by_default_and_refused_for_weights_without_high_precision(tmp_path):
+def test_off_by_default():
     assert isinstance(start_statistics(make_config(), PrecisionPlan((None,))), NoStatistics)
-    with pytest.raises(ConfigError, match="mse of weight needs the weight in high precision"):
+
+
+def test_weights_without_high_precision(tmp_path, caplog):
+    """Of quantised weights, what needs their high-precision values is left out, and said so."""
+    with pytest.raises(ConfigError, match="statistics of weights in high precision only"):
         collect(str(tmp_path), {"a": section(tensor="weight")}, "MXFP8BlockScaling", "plain", 1, qinit=True)
-    content = {"a": section(tensor="weight", stats=["scale_inv_min"])}
-    rows = collect(str(tmp_path), content, "MXFP8BlockScaling", "plain", 1, qinit=True)
-    assert len(rows) == SHAPE["num_hidden_layers"] * 4
+    content = {"a": section(tensor="weight", stats=["scale_inv_min", "mse"]), "b": section(stats=["mse"])}
+    with caplog.at_level("INFO"):
+        rows = collect(str(tmp_path), content, "MXFP8BlockScaling", "plain", 1, qinit=True)
+    assert "mse of weight left out: quantised init holds no weight in high precision" in caplog.text
+    names = {name.rpartition("fc1_")[2] for (name, _), _ in rows if "fc1_" in name}
+    assert names == {"weight_scale_inv_min", "activation_mse"}
+    assert len(rows) == 2 * SHAPE["num_hidden_layers"] * 4
 
 
 def test_plots(tmp_path):
