@@ -127,6 +127,18 @@ def test_final_model(tmp_path, tied, dtype, monkeypatch):
     assert not (path / "model-00001-of-00002.safetensors").exists()
 
 
+def test_a_packed_run_s_final_model_takes_plain_batches(tmp_path):
+    """How a run computed is not part of its model: no packing, backend or recomputation in the config."""
+    heads = {"num_key_value_heads": 1, "head_dim": 8}
+    run = {"attn_input_format": "thd", "te_backend": "reference", "activation_checkpointing": "full"}
+    model = NVLlamaForCausalLM(NVLlamaConfig(**SIZES, **heads, **run))
+    save_final_model(model, tiny_tokenizer(), tmp_path / "final_model")
+    loaded = NVLlamaForCausalLM.from_pretrained(tmp_path / "final_model").train()
+    ids_BS = torch.arange(8).view(2, 4)
+    loaded(ids_BS, labels=ids_BS).loss.backward()
+    assert loaded.config.activation_checkpointing == "off"
+
+
 def test_final_model_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match="final model cannot be written"):

@@ -74,7 +74,7 @@ def test_layer_formats(overrides, expected, caplog):
         # Pitfall 4.
         ([*FP8, "fp8_config.fp8_recipe=MXFP8BlockScaling", "fp8_config.fp8_format=HYBRID"], "E5M2 gradients diverge"),
         ([*FP8, "fp8_config.fp8_format=E3M4"], "'E3M4' is no format"),
-        (["fp8_config.quantized_model_init_kwargs.enabled=true"], "with fp8_config.enabled=false"),
+        (["fp8_config.quantized_model_init_kwargs.enabled=true"], "for weights held in FP4, say"),
         (["+config_kwargs.use_quantized_model_init=true"], "the parameters would have no format"),
         (
             [*FP8, "fp8_config.quantized_model_init_kwargs.preserve_high_precision_init_val=true"],
@@ -84,6 +84,13 @@ def test_layer_formats(overrides, expected, caplog):
         ([*FP8, "use_te=false"], "use_te=false"),
         ([*FP8, "use_torch_compile=true"], "use_torch_compile=true"),
         (["quant_stats_config.enabled=true"], "nothing quantised to measure"),
+        (
+            ["fp8_config.fp8_recipe=MXFP8BlockScaling"],
+            "fp8_recipe='MXFP8BlockScaling' has no effect with fp8_config.en",
+        ),
+        ([*FP4, "fp8_config.fp8_format=E4M3"], "fp8_format='E4M3' has no effect"),
+        (["+fp4_config.fp4_recipe_kwargs.disable_rht=true"], "has no effect with fp4_config.enabled=false"),
+        ([*FP8, "quant_stats_config.quant_log_dir=x"], "has no effect with quant_stats_config.enabled=false"),
         ([*FP8, "quant_stats_config.enabled=true", "quant_stats_config.quant_stats_file=./no.yaml"], "no such file"),
     ],
 )

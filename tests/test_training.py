@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 import training
-from config import TrainConfig
+from config import ConfigError, TrainConfig
 from dataset import load_tokenizer
 from dist_utils import REPOSITORY, RanksFailed, run_on_ranks, run_script
 from loss import IGNORE_INDEX
@@ -310,6 +310,15 @@ def test_the_model_stops_at_the_eos_of_its_tokenizer(shape, config_kwargs, expec
     assert (model_config.bos_token_id, model_config.eos_token_id) == expected
 
 
+def test_whole_numbers_are_floats_where_a_field_is_one():
+    config = TrainConfig(config_kwargs={"rms_norm_eps": 1, "num_hidden_layers": 3})
+    model_config = build_model_config(config, load_tokenizer(config.dataset.tokenizer_name_or_path))
+    assert type(model_config.rms_norm_eps) is float and model_config.num_hidden_layers == 3
+    config.config_kwargs["rms_norm_eps"] = "x"
+    with pytest.raises(ConfigError, match=r"'rms_norm_eps' expected float, got str"):
+        build_model_config(config, load_tokenizer(config.dataset.tokenizer_name_or_path))
+
+
 # ---- Bad input, on every rank alike, before anything is written. ----
 
 
@@ -327,7 +336,7 @@ def test_the_model_stops_at_the_eos_of_its_tokenizer(shape, config_kwargs, expec
     ],
 )
 def test_bad_input_ends_with_the_reason(data, tmp_path, overrides, message):
-    with pytest.raises(RanksFailed, match=r"ValueError|ConfigError") as error:
+    with pytest.raises(RanksFailed, match=r"ValueError|invalid configuration") as error:
         train("train_fsdp2", 2, data, tmp_path, "num_train_steps=2", *overrides)
     assert message in str(error.value)
     assert None not in error.value.exit_codes
