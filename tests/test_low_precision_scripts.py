@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import train_ddp
 import train_fsdp2
 import train_fsdp2_ep
-from config import ConfigError, register_schema
+from config import register_schema
 from dist_utils import run_script
 from paths import PROJECT_DIR
 from quantization_stats import LOG_FOLDER
@@ -100,9 +100,10 @@ def test_final_model_of_quantised_parameters_is_plain(script, tmp_path):
     assert "use_quantized_model_init" not in (tmp_path / script / "final_model" / "config.json").read_text()
 
 
-def test_refused_before_anything_is_built(tmp_path):
-    with pytest.raises(ConfigError, match=r"fp8_layers=\[7\] is out of range"):
+def test_refused_before_anything_is_built(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="1"):
         run("train_fsdp2", tmp_path, FP8, "fp8_layers=[7]")
+    assert "invalid configuration:\n  - fp8_layers=[7] is out of range" in capsys.readouterr().err
 
 
 def test_experts_over_two_ranks(tmp_path):
