@@ -56,8 +56,9 @@ class QuantStatsConfig:
     """Log statistics of quantised tensors: nvdlfw-inspect on TransformerEngine, the same numbers on the reference."""
     quant_stats_file: str = "./fp8_debugging_stats.yaml"
     """Which tensors, statistics and steps (nvdlfw-inspect's format); applied to the layers that use each format."""
-    quant_log_dir: str = "./logs/quant_stats"
-    """Statistics go to ``<quant_log_dir>/nvdlfw_inspect_statistics_logs/``."""
+    quant_log_dir: str | None = None
+    """Statistics go to ``<quant_log_dir>/nvdlfw_inspect_statistics_logs/``; null: ``quant_stats`` in the run's own
+    folder, beside its metrics."""
 
 
 def layer_problems(config: "TrainConfig", num_layers: int | None = None) -> list[str]:

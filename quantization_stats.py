@@ -1,39 +1,43 @@
 """Statistics of quantised tensors, layer by layer: what a recipe loses.
 
-``quant_stats_config.quant_stats_file`` is a config of nvdlfw-inspect (quantization_stats_config.py). On
-TransformerEngine that library reads it and TE's kernels compute; on the reference backend this module reads it and
-te_reference computes the same statistics, so that a recipe can be judged before there is hardware for it. Either way
-the lines go to
+``quant_stats_config.quant_stats_file`` is a config of nvdlfw-inspect (quantization_stats_config.py;
+quantization_stats_rules.py checks it). On TransformerEngine that library has TE's kernels compute; on the reference
+backend te_reference computes the same statistics, so that a recipe can be judged before there is hardware for it.
+Either way the lines go to
 ``<quant_log_dir>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-<rank>.log`` in nvdlfw-inspect's form, with 8
 significant digits where its own logger would print 4 decimals (an mse of 1e-6 as 0.0000):
 
     2026-01-31 12:00:00,000 - INFO - model.model.layers.1.layernorm_mlp.fc1_activation_underflows%  iteration=000010 ...
 
 Iterations are nvdlfw-inspect's: optimiser steps completed before. A statistic covers all micro-batches and ranks. A
-new run keeps an earlier one's file as ``nvdlfw_inspect_globalrank-<rank>.1.log``, ``.2.log``, ...
-benchmarks/plot_quant_stats.py plots the file.
+new run keeps an earlier one's file as ``nvdlfw_inspect_globalrank-<rank>.1.log``, ``.2.log``, ... Where a line cannot
+be written (a full disk), the statistics end and the run goes on. benchmarks/plot_quant_stats.py plots the file.
 """
 
 import importlib.util
 import logging
 import re
+from contextlib import suppress
 from dataclasses import fields
+from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TextIO
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch import nn
+from transformers import PreTrainedConfig
 
 import te_backend
+from commits import write_atomically
 from config import ConfigError, TrainConfig
-from distributed import own_rank, unwrap
+from distributed import own_rank, together, unwrap
 from loggers import move_aside
 from paths import project_path
 from precision import PrecisionPlan
-from quantization_stats_config import Request, requests_for, restrict_to_formats, without_quantized_weights
+from quantization_stats_config import Request, inspect_name, linear_layers, requests_for, without_quantized_weights
+from quantization_stats_rules import load_stats_config
 from quantized_parameters import low_precision_layers
 from te_reference.emulation import Operands, quantize
 from te_reference.quant_stats import QuantStats, measure
@@ -59,22 +63,35 @@ class Statistics(Protocol):
         """At the end of the run."""
 
 
-def start_statistics(config: TrainConfig, plan: PrecisionPlan) -> Statistics:
-    """Reads ``quant_stats_config``; call it before the model is built (TransformerEngine asks for that).
+def start_statistics(
+    config: TrainConfig, plan: PrecisionPlan, model_config: PreTrainedConfig, run_dir: Path
+) -> Statistics:
+    """Reads ``quant_stats_config``; call it before the model is built (TransformerEngine asks for that). Collective.
+
+    Args:
+        run_dir: of ``perf_logger.run_folder``, rank 0's of which counts.
 
     Raises:
-        ConfigError: a file that the backend cannot honour, or none of whose layers uses its format.
+        ConfigError: a file that breaks a rule or that the backend cannot honour, or none of whose layers uses its
+            format; a folder that cannot be written.
         ModuleNotFoundError: TransformerEngine without nvdlfw-inspect.
     """
-    if not config.quant_stats_config.enabled:
+    options = config.quant_stats_config
+    if not options.enabled:
         return NoStatistics()
-    path = Path(project_path(config.quant_stats_config.quant_stats_file))
-    stats_config = restrict_to_formats(yaml.safe_load(path.read_text()), plan, str(path))
+    path = project_path(options.quant_stats_file)
+    layers = linear_layers(plan, has_experts=hasattr(model_config, "num_local_experts"))
+    on_reference = te_backend.is_reference(plan.te)
+    stats_config = load_stats_config(Path(path), layers, None if on_reference else torch.cuda.get_device_capability())
     if plan.quantized_init:
-        stats_config = without_quantized_weights(stats_config, str(path))
-    writer = StatisticsWriter(Path(config.quant_stats_config.quant_log_dir))
-    if te_backend.is_reference(plan.te):
-        return ReferenceStatistics(stats_config, writer, str(path))
+        stats_config = without_quantized_weights(stats_config, path)
+    if options.quant_log_dir is not None:
+        writer = StatisticsWriter(Path(options.quant_log_dir), shared=True)
+    else:
+        folders = together(lambda: run_dir / "quant_stats", ValueError, "the folders of the ranks are not known")
+        writer = StatisticsWriter(folders[0], shared=False)
+    if on_reference:
+        return ReferenceStatistics(stats_config, writer)
     return InspectStatistics(stats_config, writer)
 
 
@@ -89,45 +106,89 @@ class NoStatistics:
 
 
 class StatisticsWriter:
-    """Writes this rank's file.
+    """Writes this rank's file. A line that cannot be written is the last: the statistics end, and the run goes on.
 
-    A resumed run appends to it, and drops what was written about the steps that it repeats. A new run moves an earlier
-    run's file aside.
+    A resumed run appends to the file, and drops what was written about the steps that it repeats. A new run moves an
+    earlier run's file aside.
+
+    Args:
+        folder: made where it is missing.
+        shared: other runs may write there, too: a resumed run that drops lines keeps the file that held them.
+
+    Raises:
+        ConfigError: on every rank, if one cannot write there.
     """
 
-    def __init__(self, log_dir: Path):
-        rank = own_rank()
-        self.path = log_dir / LOG_FOLDER / f"nvdlfw_inspect_globalrank-{rank}.log"
+    def __init__(self, folder: Path, shared: bool):
+        self.folder, self._shared = folder, shared
+        self.path = folder / LOG_FOLDER / f"nvdlfw_inspect_globalrank-{own_rank()}.log"
+        self._file: TextIO | None = None
+        together(self._check, ConfigError, self._cannot_write())
+
+    def _check(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._logger = logging.getLogger(f"{__name__}.{rank}")
-        self._handler: logging.Handler | None = None
+        self.path.open("a").close()
+
+    def _cannot_write(self) -> str:
+        return (
+            f"statistics cannot be written to {self.path.parent}: set quant_stats_config.quant_log_dir to a folder "
+            "that every rank can write to"
+        )
 
     def open(self, start_iteration: int) -> None:
-        """Opens the file before iteration ``start_iteration``; 0: a new run."""
-        if start_iteration == 0 and self.path.exists() and self.path.stat().st_size:
-            move_aside(self.path)
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        found = [(line, LINE.search(line)) for line in lines]
-        self.path.write_text(
-            "".join(line for line, match in found if match and int(match["iteration"]) < start_iteration)
-        )
-        self._handler = logging.FileHandler(self.path)
-        self._handler.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(message)s"))
-        self._logger.addHandler(self._handler)
-        self._logger.setLevel(logging.INFO)
-        self._logger.propagate = False
-        if own_rank() == 0:
-            logger.info("statistics: in %s", self.path)
+        """Opens the file before iteration ``start_iteration``; 0: a new run. Collective.
 
-    def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
-        """One line; the signature of nvdlfw-inspect's loggers."""
-        self._logger.info("%s \t\t\t\t iteration=%06d \t\t\t\t value=%.8g", name, iteration, float(value))
+        Raises:
+            ConfigError: on every rank, if one cannot write.
+        """
+        together(partial(self._open, start_iteration), ConfigError, self._cannot_write())
+        logger.info("statistics: in %s", self.path)
+
+    def _open(self, start_iteration: int) -> None:
+        if start_iteration:
+            self._drop_from(start_iteration)
+        elif self.path.stat().st_size:
+            move_aside(self.path)
+        self._file = self.path.open("a", buffering=1)
+
+    def _drop_from(self, start_iteration: int) -> None:
+        """Keeps the lines of earlier iterations; the file is replaced in one move."""
+        lines = self.path.read_text(errors="replace").splitlines(keepends=True)
+        found = [(line, LINE.search(line)) for line in lines if line.endswith("\n")]  # a kill may cut the last
+        kept = [line for line, match in found if match and int(match["iteration"]) < start_iteration]
+        dropped = len(lines) - len(kept)
+        if dropped and self._shared:
+            move_aside(self.path)
+        if dropped:
+            write_atomically(self.path, "".join(kept))
+            logger.info("Dropped %d lines from iteration %d on from %s.", dropped, start_iteration, self.path)
+
+    def log_scalar(self, name: str, value: float, iteration: int) -> None:
+        """One line."""
+        if self._file is None:
+            return
+        now = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
+        try:
+            self._file.write(
+                f"{now} - INFO - {name} \t\t\t\t iteration={iteration:06d} \t\t\t\t value={float(value):.8g}\n"
+            )
+        except OSError as error:
+            self._fail(error)
 
     def close(self) -> None:
         """Closes the file."""
-        if self._handler is not None:
-            self._logger.removeHandler(self._handler)
-            self._handler.close()
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError as error:
+                self._fail(error)
+            self._file = None
+
+    def _fail(self, error: OSError) -> None:
+        logger.error("%s cannot be written, and gets no more statistics: %s", self.path, error)
+        file, self._file = self._file, None
+        with suppress(OSError):  # what it still holds
+            file.close()
 
 
 class InspectStatistics:
@@ -155,7 +216,7 @@ class InspectStatistics:
             config_file=stats_config,
             feature_dirs=[str(features)],
             statistics_logger=Logger(),
-            log_dir=str(writer.path.parents[1]),
+            log_dir=str(writer.folder),
         )
         self._api, self._writer = inspect_api, writer
 
@@ -186,8 +247,8 @@ class Key(NamedTuple):
 class ReferenceStatistics:
     """te_reference's: every linear layer shows each of its quantisations to :meth:`_observe`."""
 
-    def __init__(self, stats_config: dict[str, Any], writer: StatisticsWriter, path: str):
-        self._config, self._writer, self._path = stats_config, writer, path
+    def __init__(self, stats_config: dict[str, Any], writer: StatisticsWriter):
+        self._config, self._writer = stats_config, writer
         self._requests: dict[tuple[str, str], list[Request]] = {}  # by layer and tensor
         self._own_recipe: dict[str, str] = {}  # by layer
         self._collected: dict[Key, QuantStats] = {}  # of this iteration, so far
@@ -195,7 +256,6 @@ class ReferenceStatistics:
 
     def attach(self, model: nn.Module, start_step: int) -> None:
         _say_what_is_left_out(model)
-        problems: list[str] = []
         for layer_name, layer, recipe in low_precision_layers(unwrap(model)):
             for module_name, module in layer.named_modules():
                 if not hasattr(module, "observer"):
@@ -206,10 +266,7 @@ class ReferenceStatistics:
                     name = f"{full_name}.{part}" if part else full_name
                     self._own_recipe[name] = type(recipe).__name__
                     for request in requests_for(self._config, name):
-                        problems += request.problems(type(recipe).__name__)
                         self._requests.setdefault((name, request.tensor), []).append(request)
-        if problems:
-            raise ConfigError(*(f"{self._path}: {problem}" for problem in dict.fromkeys(problems)))
         self._iteration = start_step
         self._writer.open(start_step)
 
@@ -265,15 +322,6 @@ def merge_over_ranks(collected: dict[Key, QuantStats]) -> dict[Key, QuantStats]:
     return {
         key: QuantStats(**{name: values[index] for name, values in reduced.items()}) for index, key in enumerate(keys)
     }
-
-
-def inspect_name(layer_name: str, module_name: str) -> str:
-    """nvdlfw-inspect's name of a module: ``model.`` in front, and layers counted from 1.
-
-    ``model.layers.0`` and ``self_attention.proj`` -> ``model.model.layers.1.self_attention.proj``.
-    """
-    prefix, _, index = layer_name.rpartition(".")
-    return f"model.{prefix}.{int(index) + 1}.{module_name}"
 
 
 def _say_what_is_left_out(model: nn.Module) -> None:

@@ -98,7 +98,7 @@ def main(cfg: DictConfig) -> None:
         require_targets(validation, ctx.device)
 
     # 3. Model, optimiser.
-    statistics = start_statistics(config, precision)
+    statistics = start_statistics(config, precision, model_config, run_dir)
     model = build_model(config, model_config, ctx.device, precision=precision)
     set_context_parallel_group(model, cp, ctx.device)
     shard(model, config, ctx)

@@ -110,7 +110,7 @@ def main(cfg: DictConfig) -> None:
         require_targets(validation, ctx.device)
 
     # 3. Model, optimiser.
-    statistics = start_statistics(config, precision)
+    statistics = start_statistics(config, precision, model_config, run_dir)
     model = build_model(config, model_config, ctx.device, NVMixtralForCausalLM, precision)
     shard(model, config, ctx)
     initialize_weights(model, ctx.device, config.seed, config.init_from_pretrained)

@@ -1,6 +1,6 @@
 """Plots quantisation statistics per layer over the steps of a run: one PNG per tensor and statistic.
 
-    python benchmarks/plot_quant_stats.py logs/quant_stats [--out plots] [--match mlp]
+    python benchmarks/plot_quant_stats.py ckpt/train_fsdp2/quant_stats [--out plots] [--match mlp]
 
 Reads ``<folder>/nvdlfw_inspect_statistics_logs/nvdlfw_inspect_globalrank-0.log`` (quantization_stats.py), of either
 backend, or the file that is given, such as an earlier run's ``nvdlfw_inspect_globalrank-0.1.log``.
@@ -36,7 +36,7 @@ def read_statistics(path: Path, match: str = "") -> Series:
         ValueError: there is none.
     """
     series: Series = defaultdict(lambda: defaultdict(dict))
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").rpartition("\n")[0].splitlines():  # a last line may be cut short
         found = LINE.search(line)
         name = found and NAME.fullmatch(found["name"])
         if name and match in found["name"]:
@@ -77,13 +77,13 @@ def plot(series: Series, out: Path) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, help="quant_stats_config.quant_log_dir of the run, or one file in it")
+    parser.add_argument("path", type=Path, help="quant_stats in the run's folder, its quant_log_dir, or a file in it")
     parser.add_argument("--out", type=Path, help="folder for the PNG files; default: the log folder, or the file's")
     parser.add_argument("--match", default="", help="only names that contain this")
     args = parser.parse_args()
     path = args.path if args.path.is_file() else args.path / LOG_FOLDER / "nvdlfw_inspect_globalrank-0.log"
     if not path.exists():
-        raise SystemExit(f"{path}: no such file; give the run's quant_stats_config.quant_log_dir.")
+        raise SystemExit(f"{path}: no such file; give quant_stats in the run's folder, or its quant_log_dir.")
     try:
         series = read_statistics(path, args.match)
     except ValueError as error:

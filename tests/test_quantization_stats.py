@@ -2,19 +2,29 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+import te_backend
 from config import ConfigError
 from config_low_precision import QuantStatsConfig
 from dist_utils import run_on_ranks
 from low_precision import SHAPE, Run, make_config
 from paths import PROJECT_DIR
 from precision import PrecisionPlan
-from quantization_stats import LINE, LOG_FOLDER, NoStatistics, inspect_name, start_statistics
-from quantization_stats_config import Request, Stat, layer_pattern, requests_for, restrict_to_formats
+from quantization_stats import LINE, LOG_FOLDER, NoStatistics, StatisticsWriter, inspect_name, start_statistics
+from quantization_stats_config import (
+    Request,
+    Stat,
+    layer_pattern,
+    linear_layers,
+    requests_for,
+    restrict_to_formats,
+)
+from quantization_stats_rules import load_stats_config
 from te_reference.emulation import quantize
 from te_reference.recipe import Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 
@@ -70,26 +80,12 @@ def test_layers_have_the_numbers_that_nvdlfw_inspect_names_them_by(layout):
 def test_each_feature_gets_the_layers_of_its_format():
     plan = PrecisionPlan((FP8, FP4, None))
     both = {"a": section(), "b": section("LogNvfp4TensorStats"), "off": {**section(), "enabled": False}}
-    restricted = restrict_to_formats(both, plan, "x.yaml")
+    restricted = restrict_to_formats(both, linear_layers(plan, has_experts=False), "x.yaml")
     features = [
         [request.feature for request in requests_for(restricted, f"model.model.layers.{number}.layernorm_mlp.fc1")]
         for number in (1, 2, 3)
     ]
     assert features == [["LogFp8TensorStats"], ["LogNvfp4TensorStats"], []]
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ({"a": section("LogNvfp4TensorStats")}, "logs no layer of this run, whose layers use FP8"),
-        ({"a": section("FakeQuant")}, "'FakeQuant' is not one of"),
-        ({"a": {"enabled": True}}, "needs the keys"),
-        (["a"], "logs no layer"),
-    ],
-)
-def test_a_file_that_cannot_be_honoured_is_refused(content, message):
-    with pytest.raises(ConfigError, match=message):
-        restrict_to_formats(content, PrecisionPlan((FP8, FP8)), "x.yaml")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +98,6 @@ def test_a_file_that_cannot_be_honoured_is_refused(content, message):
         ("mse_columnwise", "Float8CurrentScaling", "one scale for both directions"),
         ("fp8_delayed_scaling_mse", "Float8CurrentScaling", "needs the scales of earlier steps"),
         ("nvfp4_mse", "MXFP8BlockScaling", "LogNvfp4TensorStats"),
-        ("amax", "MXFP8BlockScaling", "LogFp8TensorStats has"),
     ],
 )
 def test_statistics_are_checked(text, recipe, message):
@@ -120,12 +115,12 @@ def test_statistics_are_checked(text, recipe, message):
     ],
 )
 def test_the_file_that_fits_is_named_and_does_fit(formats, feature, fitting):
-    content, plan = {"a": section(feature)} if feature else {}, PrecisionPlan(formats)
+    content, layers = {"a": section(feature)} if feature else {}, linear_layers(PrecisionPlan(formats), False)
     override = f"quant_stats_config.quant_stats_file=./{fitting}_debugging_stats.yaml"
     with pytest.raises(ConfigError, match=rf"set {re.escape(override)}, or"):
-        restrict_to_formats(content, plan, "x.yaml")
-    fitting_file = yaml.safe_load((PROJECT_DIR / f"{fitting}_debugging_stats.yaml").read_text())
-    assert len(restrict_to_formats(fitting_file, plan, "x.yaml")) == len([one for one in formats if one])
+        restrict_to_formats(content, layers, "x.yaml")
+    restricted = load_stats_config(PROJECT_DIR / f"{fitting}_debugging_stats.yaml", layers)
+    assert len(restricted) == len([one for one in formats if one])
 
 
 def test_due():
@@ -136,9 +131,9 @@ def test_due():
 
 @pytest.mark.parametrize("name", ["fp8_debugging_stats.yaml", "fp4_debugging_stats.yaml"])
 def test_shipped_files(name):
-    content = yaml.safe_load((PROJECT_DIR / name).read_text())
     plan = PrecisionPlan((FP8, FP4) if name.startswith("fp4") else (FP8, None))
-    restricted = restrict_to_formats(content, plan, name)
+    assert load_stats_config(PROJECT_DIR / name, linear_layers(plan, has_experts=True))
+    restricted = load_stats_config(PROJECT_DIR / name, linear_layers(plan, has_experts=False))
     for layer in NAMES[:4]:
         assert {request.tensor for request in requests_for(restricted, layer)} == {"activation", "gradient", "weight"}
 
@@ -151,7 +146,7 @@ def collect(folder: str, content: dict, recipe: str, layout: str, steps: int, re
     stats_config = QuantStatsConfig(True, path, f"{folder}/logs")
     run = Run(make_config(recipe, quant_stats_config=stats_config, **options), layout)
     for first, last in [(0, steps)] if resume_at is None else [(0, steps), (resume_at, steps)]:
-        statistics = start_statistics(run.config, run.precision)
+        statistics = start_statistics(run.config, run.precision, run.model.config, Path("unused"))
         statistics.attach(run.model, first)
         for step in range(first + 1, last + 1):
             run.train(step, step)
@@ -190,7 +185,7 @@ def test_nvfp4_names_and_resumed_iterations(tmp_path):
 def test_a_new_run_keeps_the_log_of_an_earlier_one(tmp_path):
     content = {"a": section(layers={"layer_types": ["fc1"], "layer_numbers": [1]})}
     folder = tmp_path / "logs" / LOG_FOLDER
-    first = collect(str(tmp_path), content, "MXFP8BlockScaling", "plain", 3, resume_at=2)
+    first = collect(str(tmp_path), content, "MXFP8BlockScaling", "plain", 3)
     written = (folder / "nvdlfw_inspect_globalrank-0.log").read_text()
     second = collect(str(tmp_path), content, "MXFP8BlockScaling", "plain", 1)
     assert (len(first), len(second)) == (3, 1)
@@ -199,6 +194,87 @@ def test_a_new_run_keeps_the_log_of_an_earlier_one(tmp_path):
         "nvdlfw_inspect_globalrank-0.log",
     ]
     assert (folder / "nvdlfw_inspect_globalrank-0.1.log").read_text() == written
+
+
+def write(folder: Path, first: int, last: int, shared: bool = False) -> StatisticsWriter:
+    writer = StatisticsWriter(folder, shared)
+    writer.open(first)
+    for iteration in range(first, last):
+        writer.log_scalar("name", 0.5, iteration)
+    writer.close()
+    return writer
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_resumed_run_drops_the_iterations_that_it_repeats(shared, tmp_path, caplog):
+    """Where other runs may write, too, what is dropped stays in another file."""
+    path = write(tmp_path, 0, 4).path
+    with path.open("a") as file:
+        file.write(path.read_text().splitlines()[0][:-1])  # cut by a kill, in the value
+    before = path.read_text()
+    with caplog.at_level("INFO"):
+        write(tmp_path, 3, 5, shared)
+    assert [int(LINE.search(line)["iteration"]) for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]
+    assert f"Dropped 2 lines from iteration 3 on from {path}" in caplog.text
+    others = [other for other in path.parent.iterdir() if other != path]
+    assert [other.read_text() for other in others] == ([before] if shared else [])
+    write(tmp_path, 5, 6, shared)  # nothing to drop
+    assert len(path.read_text().splitlines()) == 6 and len(list(path.parent.iterdir())) == 1 + shared
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file on a full disk, of Linux")
+@pytest.mark.parametrize("at_close", [False, True])
+def test_a_full_disk_ends_the_statistics_alone(at_close, tmp_path, caplog):
+    writer = StatisticsWriter(tmp_path, shared=False)
+    writer.open(0)
+    writer._file.close()
+    writer._file = open("/dev/full", "w", buffering=-1 if at_close else 1)  # noqa: SIM115
+    for iteration in range(3):
+        writer.log_scalar("name", 0.5, iteration)
+    writer.close()
+    writer.close()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "gets no more statistics: [Errno 28] No space left on device" in caplog.text
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_a_folder_that_cannot_be_made(folder, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"set quant_stats_config.quant_log_dir to a folder that .* rank 0: "):
+        StatisticsWriter(tmp_path / folder, shared=True)
+
+
+def default_folder(folder: str) -> str:
+    """Each rank with a run folder of its own, as without a ckpt_dir."""
+    config = make_config("MXFP8BlockScaling", quant_stats_config=QuantStatsConfig(True))
+    run_dir = Path(folder) / f"rank{torch.distributed.get_rank()}"
+    statistics = start_statistics(config, PrecisionPlan((FP8,), te_backend.resolve("reference")), None, run_dir)
+    statistics._writer.open(0)
+    statistics.close()
+    return str(statistics._writer.path)
+
+
+def test_by_default_the_statistics_are_in_the_folder_of_the_run(tmp_path):
+    paths = run_on_ranks(default_folder, 2, str(tmp_path))
+    folder = tmp_path / "rank0" / "quant_stats" / LOG_FOLDER
+    assert paths == [f"{folder}/nvdlfw_inspect_globalrank-{rank}.log" for rank in range(2)]
+    assert all(Path(path).is_file() for path in paths) and not (tmp_path / "rank1").exists()
+
+
+def folder_of_one_rank(folder: str) -> str:
+    rank = torch.distributed.get_rank()
+    if rank == 1:
+        (Path(folder) / "rank1").touch()
+    try:
+        StatisticsWriter(Path(folder) / f"rank{rank}", shared=True)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_every_rank_hears_of_a_folder_that_one_cannot_write(tmp_path):
+    one, other = run_on_ranks(folder_of_one_rank, 2, str(tmp_path))
+    assert "rank 1: " in one and "rank 1: " in other
 
 
 def spread(folder: str) -> list | None:
@@ -213,7 +289,7 @@ def spread(folder: str) -> list | None:
     )
     run = Run(config, "fsdp2")
     own = {}
-    statistics = start_statistics(config, run.precision)
+    statistics = start_statistics(config, run.precision, run.model.config, Path("unused"))
     statistics.attach(run.model, 0)
     run.train(1, 1)
     for key, value in statistics._collected.items():
@@ -234,14 +310,16 @@ def test_ranks_are_merged(tmp_path):
 
 
 def test_off_by_default():
-    assert isinstance(start_statistics(make_config(), PrecisionPlan((None,))), NoStatistics)
+    assert isinstance(start_statistics(make_config(), PrecisionPlan((None,)), None, Path("unused")), NoStatistics)
 
 
 def test_weights_without_high_precision(tmp_path, caplog):
     """Of quantised weights, what needs their high-precision values is left out, and said so."""
     with pytest.raises(ConfigError, match="statistics of weights in high precision only"):
         collect(str(tmp_path), {"a": section(tensor="weight")}, "MXFP8BlockScaling", "plain", 1, qinit=True)
-    content = {"a": section(tensor="weight", stats=["scale_inv_min", "mse"]), "b": section(stats=["mse"])}
+    content = {"a": section(tensor="weight", stats=["scale_inv_min", "mse"])}
+    entries = content["a"]["transformer_engine"]["LogFp8TensorStats"]["tensors_struct"]
+    entries.append({"tensor": "activation", "stats": ["mse"]})
     with caplog.at_level("INFO"):
         rows = collect(str(tmp_path), content, "MXFP8BlockScaling", "plain", 1, qinit=True)
     assert "mse of weight left out: quantised init holds no weight in high precision" in caplog.text
@@ -263,7 +341,9 @@ def test_read_statistics(tmp_path):
     line = (
         "2026-01-31 12:00:00,000 - INFO - model.model.layers.3.layernorm_mlp.fc1_gradient_nvfp4_underflows% \t\t\t\t "
     )
-    (tmp_path / "log").write_text(f"{line}iteration=000010 \t\t\t\t value=0.2500\nanother line\n")  # as TE writes it
+    # As TE writes it; the last line is cut short.
+    text = f"{line}iteration=000010 \t\t\t\t value=0.2500\nanother line\n{line}iteration=000020 \t\t\t\t value=1e-"
+    (tmp_path / "log").write_text(text)
     expected = {("gradient", "nvfp4_underflows%"): {("layernorm_mlp.fc1", 3): {10: 0.25}}}
     assert plot_quant_stats.read_statistics(tmp_path / "log") == expected
     with pytest.raises(ValueError, match="no statistic whose name contains 'proj'"):
