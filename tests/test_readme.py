@@ -114,7 +114,7 @@ def test_commands_run(tmp_path):
         except AssertionError as error:
             raise AssertionError(f"{command}\n{error}") from error
     made = {path.name for path in tmp_path.iterdir()}
-    assert made >= {"ckpt", "hf_model", "te_model", "my_data", "plot_run.png", "plot_run.html", "outputs"}
+    assert made >= {"ckpt", "hf_model", "te_model", "my_data", "plot_run.png", "plot_run.html", "logs", "outputs"}
 
 
 def test_every_module_is_in_the_file_tree_and_only_those():
