@@ -59,7 +59,7 @@ PEAK_BF16_TFLOPS: dict[tuple[str, ...], float] = {
 
 
 def run_folder(config: TrainConfig, script: str) -> Path:
-    """Folder of the run's metrics, saved config and traces; nothing is created here, and rank 0's is the one that is used.
+    """Folder of the run's metrics, saved config and traces; nothing is created here, and rank 0's is used.
 
     ``ckpt_dir/<script>`` beside the checkpoints, so that a resumed run continues its metrics; without a ``ckpt_dir``
     ``outputs/<script>/<date>_<time>``, to the microsecond (the time of the call, which differs between ranks).
