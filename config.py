@@ -91,7 +91,8 @@ class CheckpointConfig:
     """Continue from the newest checkpoint committed since a run last started afresh in the folder; from step 0, with a
     warning, if there is none."""
     save_final_model: bool = False
-    """After the last step write ``ckpt_dir/<script name>/final_model/``: safetensors, config, tokenizer."""
+    """After the last step write ``ckpt_dir/<script name>/final_model/``: safetensors, config, tokenizer. One that an
+    earlier run left there becomes ``final_model.<n>``, unless this run continues that one."""
     max_checkpoints: int | None = None
     """Keep the newest n committed checkpoints; null: all."""
     async_save: bool = False

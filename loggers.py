@@ -8,8 +8,8 @@ them is there twice:
 - wandb's history cannot be rewritten: the run whose id ``wandb_run.json`` keeps goes on, and steps that it has already
   are left out.
 
-A new run in a used folder moves the older run's files aside, its ``config.yaml`` too, all under the same number
-(``metrics.1.jsonl``, ``config.1.yaml``), and is a wandb run of its own.
+A new run in a used folder moves the older run's files aside, its ``config.yaml`` and ``final_model`` too, all under the
+same number (``metrics.1.jsonl``, ``config.1.yaml``, ``final_model.1``), and is a wandb run of its own.
 """
 
 import importlib
@@ -46,7 +46,7 @@ class RunLoggers:
     def __init__(self, config: TrainConfig, run_dir: Path, resumed_step: int):
         self.metrics_path = Path(config.logger.metrics_path or run_dir / "metrics.jsonl")
         if not resumed_step:
-            own = [run_dir / name for name in ("config.yaml", "tensorboard", "wandb_run.json")]
+            own = [run_dir / name for name in ("config.yaml", "tensorboard", "wandb_run.json", "final_model")]
             metrics = self.metrics_path.resolve()
             move_aside(*own, *([metrics] if metrics.is_file() else []))  # /dev/null and the like stay
         jsonl = JsonLinesLogger(self.metrics_path, resumed_step)

@@ -116,13 +116,22 @@ def test_files_of_another_run_are_moved_aside_under_one_number(tmp_path, wandb):
     for content in ("first", "second"):
         log(config, tmp_path, [1])
         (tmp_path / "config.yaml").write_text(content)
+        (tmp_path / "final_model").mkdir()
+        (tmp_path / "final_model" / "config.json").write_text(content)
     (tmp_path / "metrics.2.jsonl").touch()  # a number that is taken for one file is taken for all
     log(config, tmp_path, [1])
     for n in (1, 3):
         for name in (f"metrics.{n}.jsonl", f"config.{n}.yaml", f"tensorboard.{n}", f"wandb_run.{n}.json"):
             assert (tmp_path / name).exists(), name
     assert [(tmp_path / f"config.{n}.yaml").read_text() for n in (1, 3)] == ["first", "second"]
+    assert [(tmp_path / f"final_model.{n}" / "config.json").read_text() for n in (1, 3)] == ["first", "second"]
     assert not (tmp_path / "config.yaml").exists()  # perf_logger.py writes it
+
+
+def test_a_resumed_run_leaves_the_final_model_where_it_is(tmp_path):
+    (tmp_path / "final_model").mkdir()
+    log(TrainConfig(), tmp_path, [4], resumed_step=3)
+    assert (tmp_path / "final_model").exists()
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
