@@ -11,7 +11,8 @@ their softmax:
 
 f_e P_e is a product of two means, so the loss of a global batch depends on how it is cut. Here it is the mean over the
 micro-batches of their losses, weighted by their valid targets: the same for every number of ranks, ep size and
-accumulation. Both are added to the loss in training mode only: validation stays nats per token.
+accumulation, and nothing for a global batch without any target. Both are added to the loss in training mode only:
+validation stays nats per token.
 Instead of a loss, ``router_bias_update_rate`` balances by a bias per expert that takes part in the choice alone
 (Wang et al. 2024, arXiv 2408.15664).
 """
@@ -304,7 +305,9 @@ class NVMixtralForCausalLM(CachedGenerationMixin, NVLlamaPreTrainedModel):
                 hidden.flatten(0, 1), self.lm_head.weight, shift_labels.flatten(), num_items_in_batch
             )
             if num_items_in_batch is not None:
-                share = (shift_labels != IGNORE_INDEX).sum() / num_items_in_batch
+                # A global batch without any valid target: 0 of 1, so that its gradients are 0, not 0/0.
+                num_items = torch.as_tensor(num_items_in_batch, device=shift_labels.device).clamp(min=1)
+                share = (shift_labels != IGNORE_INDEX).sum() / num_items
                 aux_loss, z_loss = aux_loss * share, z_loss * share
             if self.training:
                 config = self.config

@@ -173,6 +173,17 @@ def test_micro_batches_add_up_to_the_global_batch(hf):
     assert together.item() == pytest.approx(sum(a * n for a, n in zip(alone, targets)) / sum(targets), rel=1e-6)
 
 
+def test_a_global_batch_without_targets_adds_nothing(hf):
+    model = build(hf, router_z_loss_coef=0.1)
+    batch = padded_batch() | {"labels": torch.full_like(padded_batch()["labels"], -100)}
+    for num_items in (torch.tensor(0.0), 0.0):
+        model.zero_grad()
+        output = model(**batch, num_items_in_batch=num_items)
+        output.loss.backward()
+        assert output.loss == output.lm_loss == output.aux_loss == output.z_loss == 0
+        assert all(gradient.eq(0).all() for gradient in gradients(model).values())
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_activation_checkpointing_changes_nothing(hf, mode):
     losses, grads = [], []
