@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from collator import Batch, BSHDCollator, THDCollator, build_label_table, round_up
+from collator import IGNORE_INDEX, Batch, BSHDCollator, THDCollator, build_label_table, round_up
 from config import ConfigError, TrainConfig
 from distributed import own_rank
 from paths import missing_path, project_path
@@ -93,6 +93,11 @@ class Packer:
             self._rows = data.micro_batch_size
             multiple = math.lcm(pad_to_multiple, sequence_pad_multiple)
             self.collate = BSHDCollator(pad_token_id, multiple, label_table)
+
+    def count_targets(self, window: np.ndarray) -> int:
+        """Valid targets of a whole window: its tokens after the first that have a label."""
+        table = self.collate.label_table
+        return len(window) - 1 if table is None else int((table[window[1:]] != IGNORE_INDEX).sum())
 
     def next_windows(self, stream: WindowStream) -> list[np.ndarray]:
         """The windows of the next micro-batch; fewer, or none, where the stream ends."""
@@ -348,28 +353,36 @@ class ValidationLoader:
             k += 1
 
 
-def require_tokens(records: Records, cutter: WindowCutter, windows: int, tokens: int, purpose: str) -> None:
-    """Reads on until ``windows`` windows and ``tokens`` tokens are seen.
+def require_data(
+    records: Records, cutter: WindowCutter, packer: Packer, windows: int, tokens: int, targets: int, purpose: str
+) -> None:
+    """Reads on until ``windows`` windows, ``tokens`` tokens and ``targets`` valid targets are seen.
 
     Raises:
         ValueError: if the data set holds fewer.
     """
-    num_windows = num_tokens = num_records = num_empty = 0
+    num_windows = num_tokens = num_targets = num_records = num_empty = 0
     for array in records.scan(0):
         for text in array.to_pylist():
-            length = len(cutter.encode(text)) if text else 0
-            num_records, num_empty = num_records + 1, num_empty + (length == 0)
-            for window in cutter.window_lengths(length) if length else ():
-                num_windows, num_tokens = num_windows + 1, num_tokens + window
-                if num_windows >= windows and num_tokens >= tokens:
+            ids = cutter.encode(text) if text else ()
+            num_records, num_empty = num_records + 1, num_empty + (len(ids) == 0)
+            for window in cutter.windows(ids) if len(ids) else ():
+                num_windows, num_tokens = num_windows + 1, num_tokens + len(window)
+                num_targets += packer.count_targets(window)
+                if num_windows >= windows and num_tokens >= tokens and num_targets >= targets:
                     return
     if not num_windows:
         raise ValueError(
             f"data set {records.name!r} has no usable record: {num_empty} of {num_records} are empty or null."
         )
+    if num_windows < windows or num_tokens < tokens:
+        raise ValueError(
+            f"data set {records.name!r} holds {num_windows} windows with {num_tokens} tokens in all, fewer than "
+            f"{purpose}: use more data, fewer grad_acc_steps or ranks, or a smaller micro-batch."
+        )
     raise ValueError(
-        f"data set {records.name!r} holds {num_windows} windows with {num_tokens} tokens in all, fewer than {purpose}: "
-        "use more data, fewer grad_acc_steps or ranks, or a smaller micro-batch."
+        f"data set {records.name!r} has no valid target in its {num_windows} windows: there is nothing to learn. Check "
+        "the texts and the label masks (dataset.mask_degenerate_bases)."
     )
 
 
@@ -391,7 +404,8 @@ def build_train_loader(
         sequence_pad_multiple: the length of every sequence becomes a multiple of this, in tokens (context parallel).
 
     Raises:
-        ValueError: if the data set cannot be read, is smaller than one global batch, or its shards cannot be divided.
+        ValueError: if the data set cannot be read, is smaller than one global batch, has no valid target, or its
+            shards cannot be divided.
     """
     data = config.dataset
     streams = dp_size * max(data.num_workers, 1)
@@ -402,19 +416,19 @@ def build_train_loader(
         )
     records = open_records(data.load_dataset_kwargs, data.text_column)
     cutter = WindowCutter(tokenizer, data.max_seq_length, data.stride)
+    packer = Packer(config, tokenizer, pad_to_multiple, sequence_pad_multiple, data.split_last_document)
     micro_batches = dp_size * config.grad_acc_steps
     factors = f"{dp_size} data-parallel ranks * {config.grad_acc_steps} grad_acc_steps"
     if config.use_sequence_packing:
         tokens = config.token_micro_batch_size
         global_batch, factors = f"{micro_batches * tokens} tokens", f"{factors} * {tokens} tokens"
-        require_tokens(records, cutter, 1, micro_batches * tokens, f"one global batch of {factors}")
+        require_data(records, cutter, packer, 1, micro_batches * tokens, 1, f"one global batch of {factors}")
     else:
         rows = data.micro_batch_size
         global_batch, factors = f"{micro_batches * rows} windows", f"{factors} * {rows} windows"
-        require_tokens(records, cutter, micro_batches * rows, 0, f"one global batch of {factors}")
+        require_data(records, cutter, packer, micro_batches * rows, 0, 1, f"one global batch of {factors}")
     if own_rank() == 0:
         logger.info("global batch: %s = %s", factors, global_batch)
-    packer = Packer(config, tokenizer, pad_to_multiple, sequence_pad_multiple, data.split_last_document)
     dataset = ShardedDataset(records, cutter, packer, config.seed, data.buffer_size, data.num_shards, dp_rank, dp_size)
     order = {
         "seed": config.seed,
@@ -443,12 +457,12 @@ def build_validation_loader(
     """
     data, validation = config.dataset, config.validation
     cutter = WindowCutter(tokenizer, data.max_seq_length, stride=0)
+    packer = Packer(config, tokenizer, pad_to_multiple, sequence_pad_multiple, split=False)
     try:
         records = open_records(validation.load_dataset_kwargs, data.text_column)
-        require_tokens(records, cutter, 1, 1, "one window")
+        require_data(records, cutter, packer, 1, 1, 0, "one window")  # targets: training.require_targets
     except ValueError as error:
         raise ValueError(
             f"the validation set, read with the training set's dataset.text_column: {error} {OTHER_VALIDATION}"
         ) from error
-    packer = Packer(config, tokenizer, pad_to_multiple, sequence_pad_multiple, split=False)
     return ValidationLoader(records, cutter, packer, dp_rank, dp_size, validation.max_batches)

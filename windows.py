@@ -100,13 +100,12 @@ class WindowCutter:
             return np.concatenate([self.prefix, tokens[start:end]]), end - self.stride
         return np.concatenate([self.prefix, tokens[start:end], self.suffix]), None
 
-    def window_lengths(self, length: int) -> Iterator[int]:
-        """Tokens of every window of a record of ``length`` >= 1 tokens."""
-        start = 0
-        while (end := self.window_end(start, length)) < length:
-            yield len(self.prefix) + end - start
-            start = end - self.stride
-        yield len(self.prefix) + length - start + len(self.suffix)
+    def windows(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
+        """Every window of a record of one or more tokens."""
+        start: int | None = 0
+        while start is not None:
+            window, start = self.window(tokens, start)
+            yield window
 
 
 @dataclass

@@ -445,6 +445,30 @@ def test_no_usable_record(tmp_path, nucleotides):
             build(config, nucleotides, 0, 1)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_no_valid_target(tmp_path, nucleotides, packing):
+    texts = ["N" * 22] * 40
+    config = make_config(write_files(tmp_path, texts), packing=packing, mask_degenerate_bases=True)
+    with pytest.raises(ValueError, match=r"has no valid target in its 40 windows: .*dataset\.mask_degenerate_bases"):
+        build_train_loader(config, nucleotides, 0, 1)
+    build_train_loader(make_config(tmp_path, packing=packing), nucleotides, 0, 1)
+    write_files(tmp_path, [*texts[1:], "N" * 30 + "A"])  # the only one is beyond the first global batch
+    build_train_loader(config, nucleotides, 0, 1)
+
+
+def test_only_one_global_batch_is_read_for_the_checks(folder, nucleotides, monkeypatch):
+    rows, scan = [], dataset.Records.scan
+
+    def counted(self, start):
+        for array in scan(self, start):
+            rows.append(len(array))
+            yield array
+
+    monkeypatch.setattr(dataset.Records, "scan", counted)
+    build_train_loader(make_config(folder, packing=False, mask_degenerate_bases=True), nucleotides, 0, 1)
+    assert rows == [8], "one row group of 25"
+
+
 def test_missing_column(folder, nucleotides):
     with pytest.raises(ValueError, match="text_column='text' is not among its columns"):
         build_train_loader(make_config(folder, text_column="text"), nucleotides, 0, 1)
