@@ -152,7 +152,7 @@ def build_recipe(
         kwargs: the recipe's other fields.
 
     Raises:
-        ValueError: a field that the recipe does not have, or a value that it refuses.
+        ValueError: a field that the recipe does not have, or a value of another type or that it refuses.
     """
     recipe_class = getattr(recipe_module, name)
     known = {field.name for field in fields(recipe_class)} - {"fp8_format", "fp4_format"}
@@ -160,11 +160,33 @@ def build_recipe(
         raise ValueError(
             f"{name} of {recipe_module.__name__} has no field {', '.join(unknown)}: use {', '.join(sorted(known))}."
         )
+    if problems := field_type_problems(recipe_class, kwargs):
+        raise ValueError(" ".join(problems))
     given = {} if format_name is None else {format_field: parse_format(recipe_module.Format, format_name)}
     try:
         return recipe_class(**given, **kwargs)
     except (AssertionError, TypeError) as error:  # TE's way to refuse a value
         raise ValueError(f"{name}({kwargs}): {error}") from error
+
+
+FIELD_TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
+
+
+def field_type_problems(recipe_class: type, kwargs: dict[str, Any]) -> list[str]:
+    """Values of another type than the field's default. Recipes only ask whether a value counts as true, and on Hydra's
+    command line ``no`` is a string, which does."""
+    problems = []
+    for field in fields(recipe_class):
+        kind = type(field.default)
+        if field.name not in kwargs or kind not in FIELD_TYPES:
+            continue
+        value = kwargs[field.name]
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            problems.append(
+                f"{recipe_class.__name__}.{field.name}={value!r} must be {FIELD_TYPES[kind]} (default: "
+                f"{str(field.default).lower()}), not of type {type(value).__name__}."
+            )
+    return problems
 
 
 def hardware_problems(name: str, capability: tuple[int, int], cuda: str) -> list[str]:

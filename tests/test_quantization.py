@@ -1,6 +1,7 @@
 """quantization.py: which layer runs in what, what is refused before a model is built, and that layers do as planned."""
 
 import logging
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from paths import PROJECT_DIR, project_path
 from precision import PrecisionPlan
 from quantization import (
     HARDWARE,
+    field_type_problems,
     fp8_attention_problems,
     hardware_problems,
     layer_formats,
@@ -109,6 +111,10 @@ def test_refused_by_the_config_alone(overrides, message):
         (FP4, {"head_dim": 10}, r"num_attention_heads \* head_dim = 40 is not a multiple of 16"),
         ([*FP8, "+fp8_config.fp8_recipe_kwargs.fp8_dpa=true"], {}, "has no field fp8_dpa"),
         ([*FP8, "+fp8_config.fp8_recipe_kwargs.amax_history_len=0"], {}, "amax_history_len"),
+        ([*FP8, "+fp8_config.fp8_recipe_kwargs.reduce_amax=0"], {}, "reduce_amax=0 must be true or false"),
+        ([*FP8, "+fp8_config.fp8_recipe_kwargs.reduce_amax=null"], {}, "reduce_amax=None must be true or false"),
+        ([*FP8, "+fp8_config.fp8_recipe_kwargs.margin=true"], {}, "margin=True must be a whole number"),
+        ([*FP4, "+fp4_config.fp4_recipe_kwargs.disable_rht=no"], {}, "disable_rht='no' must be true or false"),
     ],
 )
 def test_refused_before_the_model_is_built(overrides, sizes, message):
@@ -233,6 +239,27 @@ def test_recipe_fields_and_format_from_the_config():
     assert plan([*FP8, *overrides]).recipes[0] == recipes.DelayedScaling(
         fp8_format=recipes.Format.E4M3, amax_history_len=8, margin=1
     )
+
+
+def test_field_types_of_any_recipe_class():
+    """TransformerEngine's dataclasses as well as the reference's."""
+
+    @dataclass
+    class Recipe:
+        margin: int = 0
+        threshold: float = 0.5
+        fp8_dpa: bool = False
+        backward_override: str | None = None
+
+    good = {"margin": 1, "threshold": 1, "fp8_dpa": True, "backward_override": "dequantized"}
+    assert field_type_problems(Recipe, good) == []
+    bad = {"margin": 1.0, "threshold": "0.5", "fp8_dpa": 1, "backward_override": 3}
+    problems = field_type_problems(Recipe, bad)
+    assert [problem.split()[0] for problem in problems] == [
+        "Recipe.margin=1.0",
+        "Recipe.threshold='0.5'",
+        "Recipe.fp8_dpa=1",
+    ]
 
 
 def test_plan_without_low_precision():
