@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from config import TrainConfig
 
 
+# Fields of a model config that a run sets itself -> the key that says to what.
+RUN_KEYS = {
+    "te_backend": "te_backend",
+    "activation_checkpointing": "activation_checkpointing",
+    "dtype": "dtype",
+    "torch_dtype": "dtype",
+    "model_type": "config_name_or_path",
+}
+
+
 class Rules:
     """Collects the broken ones: the value, the rule, the fix."""
 
@@ -266,6 +276,12 @@ def check_model(rules: Rules, config: "TrainConfig") -> None:
         f"config_kwargs.attn_input_format={given!r} contradicts use_sequence_packing="
         f"{str(config.use_sequence_packing).lower()}, which makes {attn_input_format} batches.",
     )
+    for name, key in RUN_KEYS.items():
+        rules.require(
+            config.config_kwargs.get(name) is None,
+            f"config_kwargs.{name}={config.config_kwargs.get(name)!r} would have no effect: the run's own key is {key} "
+            f"({key}={getattr(config, key)}). Set that one.",
+        )
     mask_types = ("padding_causal",) if config.use_sequence_packing else ("causal",)
     mask_type = config.config_kwargs.get("self_attn_mask_type")
     rules.require(
