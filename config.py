@@ -7,6 +7,7 @@ the CPU before anything is built, and reports all problems at once. Nothing chan
 
 import logging
 import os
+import re
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationValidationError
+from omegaconf.errors import OmegaConfBaseException
 
 from config_low_precision import FP4Config, FP8Config, QuantStatsConfig
 from config_rules import find_problems
@@ -277,10 +278,12 @@ def load_config(
     """
     try:
         config = OmegaConf.to_object(cfg)
-    except InterpolationValidationError as error:
-        key, source = error.full_key, OmegaConf.to_container(cfg, resolve=False)[error.full_key]
-        needed = source.strip("${}")
-        problem = f"{key} takes the value of {needed}, which has none: give {needed}=... on the command line."
+    except OmegaConfBaseException as error:  # a value that is missing, or an interpolation that cannot be resolved
+        reason = str(error).partition("\n")[0]
+        problem = f"{error.full_key}: {reason}: give it a value on the command line."
+        if (source := re.search(r"interpolation '\${([\w.]+)}': Incompatible value 'None'", reason)) is not None:
+            problem = f"{error.full_key} takes the value of {source[1]}, which has none: give {source[1]}=... on the "
+            problem += "command line."
         raise ConfigError(problem) from None
     assert isinstance(config, TrainConfig)
     world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size

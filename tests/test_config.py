@@ -112,3 +112,24 @@ def test_a_preset_that_needs_a_value_says_which():
         ConfigError, match="config_name_or_path takes the value of init_from_pretrained, which has none"
     ):
         compose_config([], name="L0_finetune")
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (
+            "dataset.tokenizer_name_or_path=${init_from_pretrained}",
+            r"dataset\.tokenizer_name_or_path takes the value of init_from_pretrained, which has none",
+        ),
+        (
+            "adamw_kwargs.betas=[0.9, '${init_from_pretrained}']",
+            r"adamw_kwargs\.betas\[1\] takes the value of init_from",
+        ),
+        ("num_train_steps=${dtype}", "num_train_steps: .*'auto' of type 'str' could not be converted to Integer"),
+        ("dataset.text_column=${dataset.nope}", r"dataset\.text_column: Interpolation key 'dataset\.nope' not found"),
+        ("dataset.text_column=???", r"dataset\.text_column: .* missing mandatory value"),
+    ],
+)
+def test_interpolations_that_lead_nowhere(override, message):
+    with pytest.raises(ConfigError, match=message):
+        compose_config([override])
