@@ -27,8 +27,13 @@ from phases import phase
 from precision import PrecisionPlan
 
 
-# Those whose angles depend on the position alone and that leave cos and sin unscaled.
-ROPE_TYPES = ("default", "linear", "llama3")
+# RoPE types whose angles depend on the position alone and that leave cos and sin unscaled -> their numbers, besides
+# rope_theta.
+ROPE_FIELDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 class NVLlamaConfig(LlamaConfig):
@@ -118,17 +123,32 @@ def decoder_problems(config: PretrainedConfig) -> list[str]:
         problems.append(f"attn_input_format={config.attn_input_format!r} is neither bshd nor thd.")
     if config.hidden_act != "silu":
         problems.append(f"hidden_act={config.hidden_act!r}: the layers have SwiGLU (silu) only.")
-    if config.rope_parameters["rope_type"] not in ROPE_TYPES:
-        problems.append(
-            f"rope_type={config.rope_parameters['rope_type']!r}: the layers have {', '.join(ROPE_TYPES)} RoPE."
-        )
-    for name, value in [
-        ("rope_theta", config.rope_parameters.get("rope_theta")),
-        ("rms_norm_eps", config.rms_norm_eps),
-    ]:
-        if not (isinstance(value, (int, float)) and 0 < value < math.inf):
-            problems.append(f"{name}={value!r} must be a number above 0.")
+    if not _is_positive(config.rms_norm_eps):
+        problems.append(f"rms_norm_eps={config.rms_norm_eps!r} must be a number above 0.")
+    return problems + rope_problems(config.rope_parameters)
+
+
+def rope_problems(parameters: dict[str, Any]) -> list[str]:
+    """Broken rules of a config's ``rope_parameters``."""
+    rope_type = parameters.get("rope_type")
+    if rope_type not in list(ROPE_FIELDS):
+        return [
+            f"rope_parameters={parameters}: rope_type={rope_type!r}: the layers have {', '.join(ROPE_FIELDS)} RoPE."
+        ]
+    problems = [
+        f"rope_parameters={parameters}: {name}={parameters.get(name)!r} must be a number above 0, for {rope_type} RoPE."
+        for name in ("rope_theta", *ROPE_FIELDS[rope_type])
+        if not _is_positive(parameters.get(name))
+    ]
+    if not problems and rope_type == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
+        problems.append(f"rope_parameters={parameters}: low_freq_factor must be below high_freq_factor.")
+    if parameters.get("partial_rotary_factor") not in (None, 1):
+        problems.append(f"rope_parameters={parameters}: the layers rotate whole heads: drop partial_rotary_factor.")
     return problems
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
 
 
 class RotaryTable:

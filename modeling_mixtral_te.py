@@ -17,6 +17,7 @@ Instead of a loss, ``router_bias_update_rate`` balances by a bias per expert tha
 (Wang et al. 2024, arXiv 2408.15664).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,8 +97,8 @@ def number_problems(config: NVMixtralConfig) -> list[str]:
             problems.append(f"{name}={value!r} must be a whole number of at least 1.")
     for name in ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_update_rate"):
         value = getattr(config, name)
-        if not (isinstance(value, (int, float)) and value >= 0):
-            problems.append(f"{name}={value!r} must be a number of at least 0.")
+        if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            problems.append(f"{name}={value!r} must be a finite number of at least 0.")
     return problems
 
 

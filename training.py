@@ -81,6 +81,12 @@ def build_model_config(
     except Exception as error:  # transformers raises errors of many kinds
         raise ConfigError(f"config_kwargs or {path}/config.json: {error}") from error
     unknown = [key for key in overrides if not hasattr(config_class(), key)]
+    if "rope_theta" in unknown:
+        rope = {**model_config.rope_parameters, "rope_theta": overrides["rope_theta"]}
+        rope = ", ".join(f"{name}: {value}" for name, value in rope.items())
+        raise ConfigError(
+            f"config_kwargs.rope_theta is a part of rope_parameters: '+config_kwargs.rope_parameters={{{rope}}}'."
+        )
     if unknown:
         raise ConfigError(f"config_kwargs: {', '.join(unknown)}: {config_class.__name__} has no such field.")
     # A shape may come from a model of other texts, and the final model's generate stops at the config's EOS.

@@ -1,5 +1,8 @@
 """NVLlama on the reference backend against Hugging Face's LlamaForCausalLM: the same weights, FP32, on the CPU."""
 
+import math
+import re
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -247,6 +250,26 @@ def test_an_unknown_rope_type_is_refused():
     config = NVLlamaConfig(**SHAPE, num_key_value_heads=2, rope_parameters=rope, te_backend="reference")
     with pytest.raises(ValueError, match="rope_type='yarn'"):
         NVLlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    "rope, message",
+    [
+        ({"rope_theta": 1e4}, "rope_type=None: the layers have default, linear, llama3 RoPE"),
+        ({"rope_type": ["llama3"], "rope_theta": 1e4}, r"rope_type=\['llama3'\]"),
+        ({"rope_type": "default"}, "rope_theta=None must be a number above 0, for default RoPE"),
+        ({"rope_type": "default", "rope_theta": math.nan}, "rope_theta=nan"),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 0}, "factor=0 must be a number above 0, for linear RoPE"),
+        ({"rope_type": "llama3", "rope_theta": 1e4}, "original_max_position_embeddings=None"),
+        ({**LLAMA3_ROPE, "low_freq_factor": "1"}, "low_freq_factor='1'"),
+        ({**LLAMA3_ROPE, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "low_freq_factor must be below"),
+        ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "rotate whole heads"),
+    ],
+)
+def test_rope_parameters_that_give_no_angles_are_refused(rope, message):
+    config = NVLlamaConfig(**SHAPE)
+    config.rope_parameters = rope  # as from_pretrained does with an override: nothing is filled in
+    assert any(re.search(message, problem) for problem in config.problems())
 
 
 def test_a_thd_model_asks_for_cu_seqlens():

@@ -276,6 +276,8 @@ def test_saves_and_loads(hf, tmp_path):
         ({"sliding_window": 128}, "sliding_window=128"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise"),
         ({"router_z_loss_coef": -1.0}, "router_z_loss_coef=-1.0"),
+        ({"router_z_loss_coef": float("nan")}, "router_z_loss_coef=nan must be a finite number"),
+        ({"router_bias_update_rate": float("inf")}, "router_bias_update_rate=inf"),
         ({"expert_token_alignment": 0}, "expert_token_alignment=0"),
         ({"fused_grouped_mlp": True, "te_backend": "reference"}, "fused_grouped_mlp=true cannot run: .*te_reference"),
     ],

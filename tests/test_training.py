@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from safetensors.torch import load_file
 
 import training
@@ -317,6 +318,18 @@ def test_whole_numbers_are_floats_where_a_field_is_one():
     config.config_kwargs["rms_norm_eps"] = "x"
     with pytest.raises(ConfigError, match=r"'rms_norm_eps' expected float, got str"):
         build_model_config(config, load_tokenizer(config.dataset.tokenizer_name_or_path))
+
+
+def test_rope_theta_has_a_place():
+    config = TrainConfig(config_name_or_path="./model_configs/Llama-3.2-1B", config_kwargs={"rope_theta": 7})
+    tokenizer = load_tokenizer(config.dataset.tokenizer_name_or_path)
+    with pytest.raises(ConfigError) as error:
+        build_model_config(config, tokenizer)
+    fix = re.search(r"'\+(config_kwargs\.rope_parameters=.*)'", str(error.value))[1]
+    overrides = OverridesParser.create().parse_overrides([fix])  # what it says is what Hydra reads
+    config.config_kwargs = {"rope_parameters": overrides[0].value()}
+    rope = build_model_config(config, tokenizer).rope_parameters
+    assert rope["rope_theta"] == 7 and rope["rope_type"] == "llama3" and rope["factor"] == 32.0
 
 
 # ---- Bad input, on every rank alike, before anything is written. ----
