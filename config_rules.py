@@ -176,11 +176,7 @@ def check_data(rules: Rules, config: "TrainConfig", world_size: int) -> None:
         f"dataset.stride={data.stride} must be at least 0 and below max_seq_length - 2 = {data.max_seq_length - 2}, "
         "or windows would not advance.",
     )
-    rules.require(
-        isinstance(data.load_dataset_kwargs.get("path"), str),
-        "dataset.load_dataset_kwargs.path is missing or no text: give a Parquet file, a folder of them, "
-        "or a Hub data set name.",
-    )
+    check_data_path(rules, "dataset.load_dataset_kwargs", data.load_dataset_kwargs)
     dp_size = world_size // config.cp_size if config.cp_size >= 1 else world_size
     streams = max(dp_size, 1) * max(data.num_workers, 1)
     rules.require(
@@ -211,15 +207,20 @@ def check_data(rules: Rules, config: "TrainConfig", world_size: int) -> None:
     rules.at_least("validation.every_n_steps", validation.every_n_steps, 0)
     rules.at_least("validation.max_batches", validation.max_batches, 1)
     if validation.enabled:
-        rules.require(
-            isinstance(validation.load_dataset_kwargs.get("path"), str),
-            "validation.load_dataset_kwargs.path is missing or no text.",
-        )
+        check_data_path(rules, "validation.load_dataset_kwargs", validation.load_dataset_kwargs)
     else:
         rules.require(
             validation.every_n_steps == 0,
             f"validation.every_n_steps={validation.every_n_steps} would be ignored: set validation.enabled=true.",
         )
+
+
+def check_data_path(rules: Rules, name: str, load_dataset_kwargs: dict[str, Any]) -> None:
+    path = load_dataset_kwargs.get("path")
+    rules.require(
+        isinstance(path, str) and path.strip() != "",
+        f"{name}.path={path!r} names no data: give a Parquet file, a folder of them, or a Hub data set name.",
+    )
 
 
 def check_checkpoint(rules: Rules, config: "TrainConfig") -> None:

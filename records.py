@@ -245,6 +245,11 @@ def open_hugging_face(path: str, load_dataset_kwargs: dict[str, Any], text_colum
     exists = Path(local).exists()
     if missing_path(path):
         raise ConfigError(f"load_dataset_kwargs.path={path!r}: no such file or folder, or no *.parquet file matches.")
+    if exists and PROJECT_DIR.is_relative_to(Path(local).resolve()):  # datasets would read whatever files it finds
+        raise ConfigError(
+            f"load_dataset_kwargs.path={path!r} is the project's folder or one around it, and has no *.parquet files: "
+            "give a Parquet file or a folder of them."
+        )
     import datasets  # takes seconds, and Parquet files need none of it
 
     try:

@@ -15,6 +15,10 @@ def test_what_can_only_be_a_path(path):
     assert missing_path(path)
 
 
+def test_empty_text_is_no_path():
+    assert missing_path("") and project_path("") == ""
+
+
 @pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.2-1B", "mlfoundations/dclm-baseline-1.0", "json"])
 def test_names_on_the_hub(name):
     assert not missing_path(name)

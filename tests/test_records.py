@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from config import ConfigError
 from paths import PROJECT_DIR
 from records import (
     IndexedRecords,
@@ -178,6 +179,13 @@ def test_what_is_neither_local_nor_on_the_hub():
 @pytest.mark.parametrize("path", ["data/nowhere", "nowhere/*.parquet", "nowhere.parquet"])
 def test_what_can_only_be_local_is_not_looked_for_on_the_hub(path):
     with pytest.raises(ValueError, match=rf"path='{re.escape(path)}': no such file or folder"):
+        open_records({"path": path}, "sequence")
+
+
+@pytest.mark.parametrize("path", [".", "./", str(PROJECT_DIR)])
+def test_the_project_folder_is_no_data_set(path, monkeypatch):
+    monkeypatch.chdir(PROJECT_DIR)
+    with pytest.raises(ConfigError, match=r"is the project's folder or one around it, and has no \*\.parquet files"):
         open_records({"path": path}, "sequence")
 
 
