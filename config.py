@@ -300,6 +300,10 @@ def load_config(
         else:
             logger.info("%s does not read the preset's %s=%s", script, key, getattr(config, key))
             setattr(config, key, getattr(defaults, key))
+    outputs = [(config.checkpoint, "ckpt_dir"), (config.logger, "metrics_path")]
+    for section, key in [*outputs, (config.quant_stats_config, "quant_log_dir")]:
+        if (path := getattr(section, key)) is not None:
+            setattr(section, key, os.path.expanduser(path))
     problems += find_problems(config, world_size)
     if problems:
         raise ConfigError(*problems)

@@ -112,6 +112,16 @@ def test_resolved_config_is_complete(tmp_path):
     assert "num_shards: 48" in text and "attn_input_format: bshd" in text
 
 
+def test_outputs_below_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    paths = ["checkpoint.ckpt_dir='~/ckpt'", "logger.metrics_path='~/m.jsonl'"]
+    paths.append("quant_stats_config.quant_log_dir='~/stats'")
+    config = compose_config([*paths, "quant_stats_config.enabled=true", "fp8_config.enabled=true"])
+    assert config.checkpoint.ckpt_dir == "/home/someone/ckpt"
+    assert config.logger.metrics_path == "/home/someone/m.jsonl"
+    assert config.quant_stats_config.quant_log_dir == "/home/someone/stats"
+
+
 def test_a_preset_that_needs_a_value_says_which():
     with pytest.raises(
         ConfigError, match="config_name_or_path takes the value of init_from_pretrained, which has none"
