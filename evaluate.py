@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -192,12 +193,22 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("max_seq_length", "batch_tokens"):
         if getattr(options, name) < 2:
             parser.error(f"--{name.replace('_', '-')}={getattr(options, name)} must be at least 2.")
-    if options.scores is not None and not options.scores.absolute().parent.is_dir():
-        parser.error(f"--scores={options.scores}: its folder does not exist.")
-    if options.scores is not None and (
-        options.scores.is_dir() or options.scores.absolute() == Path(options.data).absolute()
-    ):
-        parser.error(f"--scores={options.scores} is a folder, or the data itself: name a file to make.")
+    if options.lm_eval_limit is not None and options.lm_eval_limit < 1:
+        parser.error(f"--lm-eval-limit={options.lm_eval_limit} must be at least 1.")
+    if options.lm_eval_tasks is not None:
+        for name in ("scores", "id_column"):
+            if (given := getattr(options, name)) is not None:
+                parser.error(f"--{name.replace('_', '-')}={given} has no effect with --lm-eval-tasks: drop it.")
+    if options.scores is not None:
+        folder = options.scores.absolute().parent
+        if not folder.is_dir():
+            parser.error(f"--scores={options.scores}: its folder does not exist.")
+        try:  # before hours of scoring
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            parser.error(f"--scores={options.scores}: its folder cannot be written to ({error.strerror}).")
+        if options.scores.is_dir() or options.scores.absolute() == Path(options.data).absolute():
+            parser.error(f"--scores={options.scores} is a folder, or the data itself: name a file to make.")
     return options
 
 

@@ -10,6 +10,7 @@ Prints prompt and continuation, a line per sequence. With ``--logprobs`` a JSON 
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,25 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     if options.prompt_file is not None:
         if not options.prompt_file.is_file():
             parser.error(f"--prompt-file={options.prompt_file}: no such file.")
-        options.prompt += options.prompt_file.read_text(encoding="utf-8").splitlines()
+        try:
+            options.prompt += options.prompt_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            parser.error(f"--prompt-file={options.prompt_file} is no text in UTF-8 that can be read: {error}.")
     if not options.prompt:
         parser.error("give --prompt or --prompt-file.")
-    if options.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens={options.max_new_tokens} must be at least 1.")
+    for name in ("max_new_tokens", "num_beams", "num_return_sequences", "top_k"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')}={value} must be at least 1.")
+    if options.temperature is not None and not 0 < options.temperature < math.inf:
+        parser.error(f"--temperature={options.temperature} must be a number above 0.")
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        parser.error(f"--top-p={options.top_p} must be above 0 and at most 1.")
+    try:
+        options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:  # no such device, or a torch without CUDA
+        reason = str(error).partition("\n")[0]
+        parser.error(f"--device={options.device} cannot be used here ({reason}): give cpu, cuda or cuda:<number>.")
     for name in ("temperature", "top_k", "top_p"):
         if getattr(options, name) is not None and not options.do_sample:
             parser.error(f"--{name.replace('_', '-')} has an effect with --do-sample only: add it, or drop this.")
@@ -136,9 +151,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        results = generate(options, device)
+        results = generate(options, options.device)
     except (ValueError, OSError) as error:
         raise SystemExit(f"generate.py: {error}") from error
     for result in results:

@@ -398,11 +398,21 @@ def test_generate_command(final_model, capsys):
         (["MODEL"], "give --prompt"),
         (["MODEL", "--prompt", "A", "--temperature", "2"], "--temperature has an effect with --do-sample only"),
         (["MODEL", "--prompt", "A", "--max-new-tokens", "0"], "--max-new-tokens=0 must be at least 1"),
+        (["MODEL", "--prompt", "A", "--num-beams", "0"], "--num-beams=0 must be at least 1"),
+        (["MODEL", "--prompt", "A", "--num-return-sequences", "0"], "--num-return-sequences=0 must be at least 1"),
+        (["MODEL", "--prompt", "A", "--do-sample", "--top-k", "0"], "--top-k=0 must be at least 1"),
+        (["MODEL", "--prompt", "A", "--do-sample", "--top-p", "2"], "--top-p=2.0 must be above 0 and at most 1"),
+        (["MODEL", "--prompt", "A", "--do-sample", "--temperature", "nan"], "--temperature=nan must be a number above"),
+        (["MODEL", "--prompt", "A", "--device", "cudaa"], "--device=cudaa cannot be used here"),
+        (["MODEL", "--prompt", "A", "--device", "cuda:99"], "--device=cuda:99 cannot be used here"),
+        (["MODEL", "--prompt-file", "LATIN1"], "is no text in UTF-8"),
     ],
 )
-def test_generate_command_refuses(arguments, message, final_model, capsys):
+def test_generate_command_refuses(arguments, message, final_model, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_bytes("ACGT é".encode("latin-1"))
+    places = {"MODEL": str(final_model), "LATIN1": str(tmp_path / "prompts.txt")}
     with pytest.raises(SystemExit) as error:
-        generate.main([str(final_model) if argument == "MODEL" else argument for argument in arguments])
+        generate.main([places.get(argument, argument) for argument in arguments])
     assert message in f"{error.value} {capsys.readouterr().err}"
 
 
