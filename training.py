@@ -145,7 +145,8 @@ class GlobalBatch:
     micro_batches: list[Batch]
     """On the device."""
     num_targets: torch.Tensor
-    """Valid targets of all micro-batches of all ranks: FP32 scalar on the device."""
+    """Valid targets of all micro-batches of all ranks, or 1 if there is none: what losses are divided by. FP32 scalar
+    on the device."""
     signalled_ranks: HostCopy
     """How many ranks had been asked to leave when the step began: FP32 scalar, for preemption.py."""
     num_tokens: int
@@ -214,7 +215,7 @@ def next_global_batch(
         moved = [to_device(batch, device) for batch in micro_batches]
     return GlobalBatch(
         micro_batches=moved,
-        num_targets=num_targets,
+        num_targets=num_targets.clamp(min=1),  # Hugging Face's loss of no target would be 0/0
         signalled_ranks=HostCopy(signalled_ranks),
         num_tokens=sum(batch["input_ids"].numel() for batch in micro_batches),
         num_unpadded_tokens=sum(int(batch["attention_mask"].sum()) for batch in micro_batches),

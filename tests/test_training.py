@@ -6,6 +6,7 @@ The ranks are processes of this machine over gloo.
 
 import itertools
 import json
+import math
 import os
 import re
 import runpy
@@ -147,6 +148,21 @@ def test_hugging_face_model_in_the_same_loop_agrees(data, tmp_path):
     rows = train("train_ddp", 1, data, tmp_path, "use_te=false", "num_train_steps=20", metrics="hf.jsonl")
     assert rows[0]["loss"] == pytest.approx(np.log(256), rel=0.05)
     assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
+
+
+@pytest.mark.parametrize("use_te", [True, False])
+def test_a_global_batch_without_targets_adds_nothing(tmp_path, use_te):
+    texts = ["ACGTTGCA" * 5, "N" * 40, "GATTACAT" * 5]
+    pq.write_table(pa.table({"sequence": texts}), tmp_path / "gap.parquet")
+    options = [
+        f"use_te={use_te}",
+        "dataset.micro_batch_size=1",
+        "dataset.num_shards=1",
+        "dataset.mask_degenerate_bases=true",
+    ]
+    rows = train("train_ddp", 1, tmp_path / "gap.parquet", tmp_path, *options, "num_train_steps=3")
+    assert [row["loss"] == 0 and row["grad_norm"] == 0 for row in rows].count(True) == 1
+    assert all(math.isfinite(row["loss"]) for row in rows)
 
 
 # ---- Stopping and resuming. ----
