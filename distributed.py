@@ -224,9 +224,7 @@ def errors_once(main: Callable[..., None]) -> Callable[..., None]:
         try:
             main(*args)
         except Exception as error:
-            handler = get_error_handler()
-            handler.initialize()
-            handler.record_exception(error)  # for torchrun's summary
+            get_error_handler().record_exception(error)  # for torchrun's summary
             if dist.is_initialized() and dist.get_world_size() > 1:
                 _print_once(error)
             elif isinstance(error, ConfigError):
