@@ -8,6 +8,7 @@ the CPU before anything is built, and reports all problems at once. Nothing chan
 import logging
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -264,8 +265,8 @@ def load_config(
 ) -> TrainConfig:
     """Validates the merged config and returns it typed.
 
-    A preset may set a key for one of its scripts (``cp_size``); the others say that they leave it out. On the command
-    line such a key is an error.
+    A preset may set a key for one of its scripts (``cp_size``), or for a format that the command line switches off:
+    that is left out, with a word. On the command line such a key is an error.
 
     Args:
         cfg: what Hydra composed.
@@ -290,16 +291,16 @@ def load_config(
     if overrides is None:
         overrides = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
     problems = unknown_keys(config)
-    defaults = TrainConfig()
-    for key, scripts in SCRIPT_KEYS.items():
-        if script in scripts or getattr(config, key) == getattr(defaults, key):
+    given = [override.lstrip("+").partition("=")[0] for override in overrides]
+    for path, node, key, reason in unread_keys(config, script):
+        value, default = getattr(node, key), getattr(type(node)(), key)
+        if value == default:
             continue
-        if any(override.lstrip("+").split("=")[0].split(".")[0] == key for override in overrides):
-            readers = ", ".join(sorted(scripts))
-            problems.append(f"{key} is read by {readers} only; {script} would ignore it. Remove it.")
+        if any(f"{name}.".startswith(f"{path}.") for name in given):
+            problems.append(f"{path}={value!r} {reason}")
         else:
-            logger.info("%s does not read the preset's %s=%s", script, key, getattr(config, key))
-            setattr(config, key, getattr(defaults, key))
+            logger.info("the preset's %s=%s is left out", path, value)
+            setattr(node, key, default)
     outputs = [(config.checkpoint, "ckpt_dir"), (config.logger, "metrics_path")]
     for section, key in [*outputs, (config.quant_stats_config, "quant_log_dir")]:
         if (path := getattr(section, key)) is not None:
@@ -308,6 +309,29 @@ def load_config(
     if problems:
         raise ConfigError(*problems)
     return config
+
+
+def unread_keys(config: TrainConfig, script: str) -> Iterator[tuple[str, Any, str, str]]:
+    """(path, node, key, reason) of the keys that a run of ``script`` with this config does not read."""
+    for key, scripts in SCRIPT_KEYS.items():
+        if script not in scripts:
+            readers = ", ".join(sorted(scripts))
+            yield key, config, key, f"is read by {readers} only; {script} would ignore it. Remove it."
+    for name in ("fp8_config", "fp4_config", "quant_stats_config"):
+        section = getattr(config, name)
+        if section.enabled:
+            continue
+        reason = f"has no effect with {name}.enabled=false: set that to true, or drop it."
+        for key in vars(section).keys() - {"enabled", "quantized_model_init_kwargs"}:
+            yield f"{name}.{key}", section, key, reason
+        if name != "quant_stats_config":
+            layers = f"{name.removesuffix('_config')}_layers"
+            yield layers, config, layers, reason
+    if not config.fp8_config.enabled and not config.fp4_config.enabled:  # FP4's weights may start as it says
+        reason = "has no effect with fp8_config.enabled=false: set that to true, or drop it."
+        section = config.fp8_config.quantized_model_init_kwargs
+        for key in vars(section):
+            yield f"fp8_config.quantized_model_init_kwargs.{key}", section, key, reason
 
 
 def unknown_keys(node: Any, prefix: str = "") -> list[str]:

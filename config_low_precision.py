@@ -69,10 +69,6 @@ def layer_problems(config: "TrainConfig", num_layers: int | None = None) -> list
     for name, layers in lists.items():
         if layers is None:
             continue
-        if not on[name]:
-            problems.append(
-                f"{name}_layers={layers} with {name}_config.enabled=false: turn the format on, or drop the list."
-            )
         if not layers:
             problems.append(f"{name}_layers=[] names no layer: name some, or set {name}_config.enabled=false.")
         if repeated := [layer for layer, count in Counter(layers).items() if count > 1]:
@@ -119,14 +115,8 @@ def low_precision_problems(config: "TrainConfig", world_size: int) -> list[str]:
                     f"{prefix}_config.{prefix}_format={given!r}: {error} Or set it to null: the format then follows "
                     "the recipe."
                 )
-    for name, section in (("fp8_config", fp8), ("fp4_config", fp4), ("quant_stats_config", config.quant_stats_config)):
-        problems += [
-            f"{name}.{key}={value!r} has no effect with {name}.enabled=false: set that to true, or drop it."
-            for key, value in vars(section).items()
-            if not section.enabled and key != "quantized_model_init_kwargs" and value != getattr(type(section)(), key)
-        ]
     asked = config.config_kwargs.get("use_quantized_model_init")
-    if qinit.enabled and not fp8.enabled:
+    if qinit.enabled and fp4.enabled and not fp8.enabled:
         problems.append(
             "fp8_config.quantized_model_init_kwargs.enabled=true with fp8_config.enabled=false: the parameters would "
             "have no format. Set fp8_config.enabled=true, turn quantised init off, or, for weights held in FP4, say "

@@ -240,6 +240,22 @@ def check_checkpoint(rules: Rules, config: "TrainConfig") -> None:
         "checkpoint.save_every_n_steps and resume_from_checkpoint.",
     )
 
+    for name, path in [
+        ("init_from_pretrained", config.init_from_pretrained),
+        ("config_name_or_path", config.config_name_or_path),
+        ("dataset.tokenizer_name_or_path", config.dataset.tokenizer_name_or_path),
+    ]:
+        if path is not None and checkpoint.ckpt_dir is not None:
+            mine = Path(project_path(path)).resolve()
+            rules.require(
+                mine.name != "final_model" or mine.parent.parent != Path(checkpoint.ckpt_dir).resolve(),
+                f"{name}={path!r} lies where this run's own final model goes: choose another checkpoint.ckpt_dir.",
+            )
+    for name, path in [
+        ("logger.metrics_path", config.logger.metrics_path),
+        ("quant_stats_config.quant_log_dir", config.quant_stats_config.quant_log_dir),
+    ]:
+        rules.require(path != "", f"{name}='' is empty: name a place, or null for the run's folder.")
     if config.init_from_pretrained is not None:
         folder = Path(project_path(config.init_from_pretrained))
         rules.require(

@@ -42,7 +42,7 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder (below the working or the project folder) or of a Hub name.
 
     Raises:
-        ValueError: if there is none.
+        ConfigError: if there is none.
     """
     path = project_path(name_or_path)
     if missing_path(name_or_path):
@@ -292,10 +292,11 @@ class TrainLoader:
             raise ValueError(
                 f"the checkpoint has no data state of shards {missing}: the states of some ranks are missing."
             )
-        if state["global_batch"] != self._global_batch and own_rank() == 0:
+        saved = state.get("global_batch", self._global_batch)  # older checkpoints lack it
+        if saved != self._global_batch and own_rank() == 0:
             logger.warning(
                 "the global batch was %s and is %s: change grad_acc_steps to keep it, or the learning rate to suit it",
-                state["global_batch"],
+                saved,
                 self._global_batch,
             )
         self.close()
@@ -312,11 +313,7 @@ def find_shard_states(node: Any) -> Iterator[tuple[int, list[int]]]:
 
 def merge_loader_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Joins the :meth:`TrainLoader.state_dict` of all ranks."""
-    return {
-        "order": states[0]["order"],
-        "global_batch": states[0]["global_batch"],
-        "shards": {s: value for state in states for s, value in state["shards"].items()},
-    }
+    return states[0] | {"shards": {s: value for state in states for s, value in state["shards"].items()}}
 
 
 class ValidationLoader:
@@ -359,7 +356,7 @@ def require_data(
     """Reads on until ``windows`` windows, ``tokens`` tokens and ``targets`` valid targets are seen.
 
     Raises:
-        ValueError: if the data set holds fewer.
+        ConfigError: if the data set holds fewer.
     """
     num_windows = num_tokens = num_targets = num_records = num_empty = 0
     for array in records.scan(0):
@@ -372,15 +369,15 @@ def require_data(
                 if num_windows >= windows and num_tokens >= tokens and num_targets >= targets:
                     return
     if not num_windows:
-        raise ValueError(
+        raise ConfigError(
             f"data set {records.name!r} has no usable record: {num_empty} of {num_records} are empty or null."
         )
     if num_windows < windows or num_tokens < tokens:
-        raise ValueError(
+        raise ConfigError(
             f"data set {records.name!r} holds {num_windows} windows with {num_tokens} tokens in all, fewer than "
             f"{purpose}: use more data, fewer grad_acc_steps or ranks, or a smaller micro-batch."
         )
-    raise ValueError(
+    raise ConfigError(
         f"data set {records.name!r} has no valid target in its {num_windows} windows: there is nothing to learn. Check "
         "the texts and the label masks (dataset.mask_degenerate_bases)."
     )
@@ -404,13 +401,13 @@ def build_train_loader(
         sequence_pad_multiple: the length of every sequence becomes a multiple of this, in tokens (context parallel).
 
     Raises:
-        ValueError: if the data set cannot be read, is smaller than one global batch, has no valid target, or its
+        ConfigError: if the data set cannot be read, is smaller than one global batch, has no valid target, or its
             shards cannot be divided.
     """
     data = config.dataset
     streams = dp_size * max(data.num_workers, 1)
     if data.num_shards % streams:
-        raise ValueError(
+        raise ConfigError(
             f"dataset.num_shards={data.num_shards} must be a multiple of data-parallel size {dp_size} * workers "
             f"{max(data.num_workers, 1)} = {streams}."
         )
@@ -461,8 +458,9 @@ def build_validation_loader(
     try:
         records = open_records(validation.load_dataset_kwargs, data.text_column)
         require_data(records, cutter, packer, 1, 1, 0, "one window")  # targets: training.require_targets
-    except ValueError as error:
-        raise ValueError(
-            f"the validation set, read with the training set's dataset.text_column: {error} {OTHER_VALIDATION}"
+    except ConfigError as error:
+        problem = " ".join(error.problems)
+        raise ConfigError(
+            f"the validation set, read with the training set's dataset.text_column: {problem} {OTHER_VALIDATION}"
         ) from error
     return ValidationLoader(records, cutter, packer, dp_rank, dp_size, validation.max_batches)

@@ -36,7 +36,7 @@ from dataset import load_tokenizer
 from distributed import init_distributed, leave_group, shut_down
 from paths import PROJECT_DIR, project_path
 from pretrained import load_model, project_architecture
-from records import find_parquet_files, is_fasta, open_records
+from records import find_files, find_parquet_files, is_fasta, open_records
 from scoring import Scores, score_texts
 from windows import WindowCutter
 
@@ -193,8 +193,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("max_seq_length", "batch_tokens"):
         if getattr(options, name) < 2:
             parser.error(f"--{name.replace('_', '-')}={getattr(options, name)} must be at least 2.")
-    if options.lm_eval_limit is not None and options.lm_eval_limit < 1:
-        parser.error(f"--lm-eval-limit={options.lm_eval_limit} must be at least 1.")
+    if options.lm_eval_limit is not None and (options.lm_eval_limit < 1 or options.lm_eval_tasks is None):
+        parser.error(f"--lm-eval-limit={options.lm_eval_limit} must be at least 1, and needs --lm-eval-tasks.")
     if options.lm_eval_tasks is not None:
         for name in ("scores", "id_column"):
             if (given := getattr(options, name)) is not None:
@@ -207,7 +207,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             parser.error(f"--scores={options.scores}: its folder cannot be written to ({error.strerror}).")
-        if options.scores.is_dir() or options.scores.absolute() == Path(options.data).absolute():
+        read = {file.resolve() for file in find_files(options.data, lambda file: True) or ()}
+        if options.scores.is_dir() or options.scores.resolve() in read:
             parser.error(f"--scores={options.scores} is a folder, or the data itself: name a file to make.")
     return options
 

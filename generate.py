@@ -130,16 +130,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--prompt-file={options.prompt_file} is no text in UTF-8 that can be read: {error}.")
     if not options.prompt:
         parser.error("give --prompt or --prompt-file.")
-    for name in ("max_new_tokens", "num_beams", "num_return_sequences", "top_k"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')}={value} must be at least 1.")
+    for name, least in (("max_new_tokens", 1), ("num_beams", 1), ("num_return_sequences", 1), ("top_k", 0)):
+        if (value := getattr(options, name)) is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')}={value} must be at least {least}.")
     if options.temperature is not None and not 0 < options.temperature < math.inf:
         parser.error(f"--temperature={options.temperature} must be a number above 0.")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         parser.error(f"--top-p={options.top_p} must be above 0 and at most 1.")
     try:
         options.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=options.device)
+        torch.empty(0, device=options.device).cpu()  # which meta cannot
     except (RuntimeError, AssertionError) as error:  # no such device, or a torch without CUDA
         reason = str(error).partition("\n")[0]
         parser.error(f"--device={options.device} cannot be used here ({reason}): give cpu, cuda or cuda:<number>.")

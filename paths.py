@@ -1,19 +1,22 @@
 """Where the project is, and what a path in a config means."""
 
 import glob
+import os
 from pathlib import Path
 
 
 PROJECT_DIR = Path(__file__).resolve().parent
+OWN_FOLDERS = ("data", "model_configs", "tokenizers", "hydra_config")
+"""Of the project; nobody on the Hugging Face Hub has such a name."""
 
 
 def project_path(name_or_path: str) -> str:
     """A path that exists below the working folder or the project folder, absolute; else the argument (a Hub name)."""
     if not name_or_path:  # Path("") is the working folder
         return name_or_path
-    path = Path(name_or_path).expanduser()
+    path = os.path.expanduser(name_or_path)
     for base in (Path.cwd(), PROJECT_DIR):
-        if (base / path).exists():
+        if os.path.exists(base / path):
             return str((base / path).resolve())
     return name_or_path
 
@@ -23,10 +26,10 @@ def missing_path(name_or_path: str) -> bool:
     there: below the working or the project folder, or where a glob pattern finds something. Empty text names none."""
     if not name_or_path:
         return True
-    path = Path(name_or_path).expanduser()
-    bases = (Path.cwd(), PROJECT_DIR)
-    if any((base / path).exists() or glob.glob(str(base / path), recursive=True) for base in bases):
-        return False
-    if name_or_path.startswith((".", "/", "~")) or len(path.parts) > 2 or path.suffix == ".parquet":
-        return True
-    return len(path.parts) == 2 and (PROJECT_DIR / path.parts[0]).is_dir()
+    path = os.path.expanduser(name_or_path)
+    for base in (Path.cwd(), PROJECT_DIR):
+        if os.path.exists(base / path) or glob.glob(str(base / path), recursive=True):
+            return False
+    parts = Path(path).parts
+    local = name_or_path.startswith((".", "/", "~")) or name_or_path.endswith(".parquet") or glob.has_magic(path)
+    return local or len(parts) > 2 or (len(parts) == 2 and parts[0] in OWN_FOLDERS)

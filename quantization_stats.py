@@ -46,6 +46,8 @@ from te_reference.recipe import RECIPES
 
 logger = logging.getLogger(__name__)
 
+OWN_FOLDER = "quant_stats"
+"""In the run's folder."""
 LOG_FOLDER = "nvdlfw_inspect_statistics_logs"
 LINE = re.compile(r"INFO - (?P<name>\S+)\s+iteration=(?P<iteration>\d+)\s+value=(?P<value>\S+)")
 
@@ -78,7 +80,7 @@ def start_statistics(
     """
     options = config.quant_stats_config
     if not options.enabled:
-        return NoStatistics()
+        return NoStatistics(run_dir / OWN_FOLDER)
     path = project_path(options.quant_stats_file)
     layers = linear_layers(plan, has_experts=hasattr(model_config, "num_local_experts"))
     on_reference = te_backend.is_reference(plan.te)
@@ -88,7 +90,7 @@ def start_statistics(
     if options.quant_log_dir is not None:
         writer = StatisticsWriter(Path(options.quant_log_dir), shared=True)
     else:
-        folders = together(lambda: run_dir / "quant_stats", ValueError, "the folders of the ranks are not known")
+        folders = together(lambda: run_dir / OWN_FOLDER, ValueError, "the folders of the ranks are not known")
         writer = StatisticsWriter(folders[0], shared=False)
     if on_reference:
         return ReferenceStatistics(stats_config, writer)
@@ -96,9 +98,15 @@ def start_statistics(
 
 
 class NoStatistics:
-    """``quant_stats_config.enabled=false``."""
+    """``quant_stats_config.enabled=false``. A new run moves an earlier run's statistics aside all the same: what
+    resumes this run must not continue them."""
 
-    def attach(self, model: nn.Module, start_step: int) -> None: ...
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def attach(self, model: nn.Module, start_step: int) -> None:
+        if start_step == 0 and own_rank() == 0 and self._folder.is_dir():
+            move_aside(self._folder)
 
     def step(self) -> None: ...
 

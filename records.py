@@ -77,7 +77,7 @@ class ParquetRecords(Records):
     def __init__(self, name: str, paths: list[Path], text_column: str):
         """
         Raises:
-            ValueError: if a file is damaged, or has no such column, or one that is not text.
+            ConfigError: if a file is damaged, or has no such column, or one that is not text.
         """
         self._text_column = text_column
         self._groups: list[tuple[str, int]] = []
@@ -86,7 +86,7 @@ class ParquetRecords(Records):
             try:
                 metadata = pq.read_metadata(path)
             except (OSError, pa.ArrowException) as error:
-                raise ValueError(f"{path}: not a readable Parquet file ({error}): write it again.") from error
+                raise ConfigError(f"{path}: not a readable Parquet file ({error}): write it again.") from error
             check_text_column(metadata.schema.to_arrow_schema(), text_column, str(path))
             for group in range(metadata.num_row_groups):
                 self._groups.append((str(path), group))
@@ -169,13 +169,13 @@ def missing_column(text_column: str, columns: list[str], name: str) -> str:
 
 
 def check_text_column(schema: pa.Schema, text_column: str, name: str) -> None:
-    """Raises ValueError unless ``schema`` has the column and it holds text."""
+    """Raises ConfigError unless ``schema`` has the column and it holds text."""
     if text_column not in schema.names:
-        raise ValueError(missing_column(text_column, schema.names, name))
+        raise ConfigError(missing_column(text_column, schema.names, name))
     kind = schema.field(text_column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-        raise ValueError(
+        raise ConfigError(
             f"{name}: column {text_column!r} holds {kind}, not text: set dataset.text_column to a column of strings."
         )
 
@@ -217,7 +217,7 @@ def open_records(load_dataset_kwargs: dict[str, Any], text_column: str) -> Recor
         text_column: the column to read.
 
     Raises:
-        ValueError: naming what is missing or contradictory.
+        ConfigError: naming what is missing or contradictory.
     """
     path = os.path.expanduser(load_dataset_kwargs["path"])
     files = find_parquet_files(path)
@@ -245,7 +245,8 @@ def open_hugging_face(path: str, load_dataset_kwargs: dict[str, Any], text_colum
     exists = Path(local).exists()
     if missing_path(path):
         raise ConfigError(f"load_dataset_kwargs.path={path!r}: no such file or folder, or no *.parquet file matches.")
-    if exists and PROJECT_DIR.is_relative_to(Path(local).resolve()):  # datasets would read whatever files it finds
+    named = load_dataset_kwargs.keys() & {"data_files", "data_dir"}  # else datasets would read whatever files it finds
+    if exists and not named and PROJECT_DIR.is_relative_to(Path(local).resolve()):
         raise ConfigError(
             f"load_dataset_kwargs.path={path!r} is the project's folder or one around it, and has no *.parquet files: "
             "give a Parquet file or a folder of them."

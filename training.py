@@ -44,7 +44,7 @@ def build_model_config(
     Its BOS and EOS are the tokenizer's, unless ``config_kwargs`` names them.
 
     Raises:
-        ValueError: a model of another kind, the vocabulary cannot hold the tokenizer's ids, windows exceed the model's
+        ConfigError: a model of another kind, the vocabulary cannot hold the tokenizer's ids, windows exceed the model's
             positions, a field that the layers cannot honour, or head counts that ``cp_comm_type`` cannot hand out.
     """
     defaults = te_class()
@@ -308,11 +308,11 @@ def require_targets(validation: Iterable[Batch], device: torch.device) -> None:
     """Reads the validation set until a micro-batch of some rank has a valid target.
 
     Raises:
-        ValueError: on every rank, if none has.
+        ConfigError: on every rank, if none has.
     """
     found = torch.tensor(float(any(count_targets(batch) for batch in validation)), device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     if not found.item():
-        raise ValueError(
+        raise ConfigError(
             f"the validation set has no valid target: check its data and the label masks. {OTHER_VALIDATION}"
         )

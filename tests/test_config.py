@@ -8,6 +8,9 @@ from config import ConfigError, load_config, register_schema, save_resolved
 from paths import PROJECT_DIR
 
 
+FP8_STATS = ("fp8_config.enabled=true", "quant_stats_config.enabled=true")
+
+
 def compose_config(overrides=(), name="L0_sanity", family="llama", script="train_fsdp2", world_size=1):
     register_schema()
     with initialize_config_dir(version_base="1.3", config_dir=str(PROJECT_DIR / "hydra_config" / family)):
@@ -55,6 +58,8 @@ def test_wrong_type_is_an_error():
         (["dataset.load_dataset_kwargs.path=''"], "dataset.load_dataset_kwargs.path='' names no data"),
         (["dataset.load_dataset_kwargs.path=null"], "dataset.load_dataset_kwargs.path=None names no data"),
         (["validation={enabled: true, load_dataset_kwargs: {path: ' '}}"], "load_dataset_kwargs.path=' ' names no"),
+        (["quant_stats_config.quant_log_dir=''", *FP8_STATS], "quant_log_dir='' is empty"),
+        (["checkpoint.ckpt_dir=c", "init_from_pretrained=c/train_fsdp2/final_model"], "own final model goes"),
         (["checkpoint.save_every_n_steps=5"], "needs checkpoint.ckpt_dir"),
         (["checkpoint.resume_from_checkpoint=true"], "needs checkpoint.ckpt_dir"),
         (["config_kwargs.attn_input_format=thd"], "contradicts use_sequence_packing=false"),

@@ -478,7 +478,7 @@ def test_missing_column(folder, nucleotides):
 def test_problems_of_the_validation_set_say_whose_they_are(tmp_path, nucleotides, column, message):
     config = validation_config(write_files(tmp_path, ["", None]), text_column=column)
     fix = r"Set validation\.load_dataset_kwargs to data that fits, or validation\.enabled=false"
-    with pytest.raises(ValueError, match=rf"(?s)^the validation set, .*{message}.* {fix}"):
+    with pytest.raises(ValueError, match=rf"(?s)  - the validation set, .*{message}.* {fix}"):
         build_validation_loader(config, nucleotides, 0, 1)
 
 

@@ -18,7 +18,7 @@ import evaluate
 from config import DatasetConfig, TrainConfig, ValidationConfig
 from convert import convert_llama_hf_to_te
 from dataset import build_validation_loader, load_tokenizer
-from dist_utils import run_on_ranks
+from dist_utils import REPOSITORY, run_on_ranks
 from export import save_final_model
 from modeling_llama_te import NVLlamaForCausalLM
 from scoring import cut_windows
@@ -26,6 +26,7 @@ from training import validate
 from windows import WindowCutter
 
 
+OVERWRITTEN = str(REPOSITORY / "data/../data/klebsiella_1084_500k/klebsiella_1084.parquet")
 BOS, EOS = 2, 3
 WINDOW = 40
 SHAPE = {
@@ -206,6 +207,8 @@ def test_windows_know_what_was_scored_before():
         (["MODEL", "DATA", "--id-column", "name"], "--id-column='name' is not among sequence, id"),
         (["MODEL", "DATA", "--stride", "38"], "must exceed"),
         (["MODEL", "DATA", "--scores", "/nowhere/x.parquet"], "its folder does not exist"),
+        (["MODEL", str(REPOSITORY / "data/klebsiella_1084_500k"), "--scores", OVERWRITTEN], "or the data itself"),
+        (["MODEL", "DATA", "--lm-eval-limit", "3"], "needs --lm-eval-tasks"),
         (["MODEL", "DATA", "--scores", "/proc/1/x.parquet"], "its folder cannot be written to"),
         (["MODEL", "--lm-eval-tasks", "x", "--scores", "x.parquet"], "--scores=x.parquet has no effect with --lm-eval"),
         (["MODEL", "--lm-eval-tasks", "x", "--lm-eval-limit", "0"], "--lm-eval-limit=0 must be at least 1"),

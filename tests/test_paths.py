@@ -10,7 +10,10 @@ def test_what_is_there(path):
     assert not missing_path(path)
 
 
-@pytest.mark.parametrize("path", ["data/nope", "./nope", "/nope/x", "~/nope", "a/b/c", "a/x.parquet", "data/*.nope"])
+@pytest.mark.parametrize(
+    "path",
+    ["data/nope", "./nope", "/nope/x", "~/nope", "~nobody/x", "a/b/c", "a/x.parquet", "a/*.nope", "x" * 300 + "/b/c"],
+)
 def test_what_can_only_be_a_path(path):
     assert missing_path(path)
 
@@ -23,6 +26,12 @@ def test_empty_text_is_no_path():
 def test_names_on_the_hub(name):
     assert not missing_path(name)
     assert project_path(name) == name
+
+
+def test_a_folder_named_like_an_owner_hides_nothing_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "meta-llama" / "Llama-3.2-1B").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert not missing_path("meta-llama/Llama-3.1-8B")
 
 
 def test_home_and_working_folder(tmp_path, monkeypatch):

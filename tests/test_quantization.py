@@ -8,6 +8,7 @@ import torch
 
 import te_reference
 from config import ConfigError, TrainConfig
+from config_low_precision import FP8Config
 from config_rules import find_problems
 from low_precision import SHAPE, Run, make_config
 from modeling_llama_te import NVLlamaConfig
@@ -68,15 +69,16 @@ def test_layer_formats(overrides, expected, caplog):
         ([*FP8, "fp8_layers=[0]"], r"fp8_layers=\[0\] is out of range"),
         ([*FP8, "fp8_layers=[1,1]"], r"names \[1\] more than once"),
         ([*FP8, "fp8_layers=[]"], "names no layer"),
-        (["fp8_layers=[1]"], r"fp8_layers=\[1\] with fp8_config.enabled=false"),
-        ([*FP8, "fp4_layers=[1]"], r"fp4_layers=\[1\] with fp4_config.enabled=false"),
+        (["fp8_layers=[1]"], r"fp8_layers=\[1\] has no effect with fp8_config.enabled=false"),
+        ([*FP8, "fp4_layers=[1]"], r"fp4_layers=\[1\] has no effect with fp4_config.enabled=false"),
         ([*FP8, "fp8_config.fp8_recipe=FP8"], "Unknown recipe 'FP8'"),
         ([*FP8, "fp8_config.fp8_recipe=NVFP4BlockScaling"], "not one of DelayedScaling"),
         ([*FP4, "fp4_config.fp4_recipe=MXFP8BlockScaling"], "not one of NVFP4BlockScaling"),
         # Pitfall 4.
         ([*FP8, "fp8_config.fp8_recipe=MXFP8BlockScaling", "fp8_config.fp8_format=HYBRID"], "E5M2 gradients diverge"),
         ([*FP8, "fp8_config.fp8_format=E3M4"], "'E3M4' is no format"),
-        (["fp8_config.quantized_model_init_kwargs.enabled=true"], "for weights held in FP4, say"),
+        (["fp8_config.quantized_model_init_kwargs.enabled=true"], "enabled=True has no effect with fp8_config.enabled"),
+        ([*FP4, "fp8_config.quantized_model_init_kwargs.enabled=true"], "for weights held in FP4, say"),
         (["+config_kwargs.use_quantized_model_init=true"], "the parameters would have no format"),
         (
             [*FP8, "fp8_config.quantized_model_init_kwargs.preserve_high_precision_init_val=true"],
@@ -99,6 +101,12 @@ def test_layer_formats(overrides, expected, caplog):
 def test_refused_by_the_config_alone(overrides, message):
     with pytest.raises(ConfigError, match=message):
         compose_config(overrides)
+
+
+@pytest.mark.parametrize("preset", ["L2_lingua_8b_mxfp8_qinit", "L1_llama_1b_fp8_bf16_ends"])
+def test_a_preset_s_format_can_be_switched_off(preset):
+    config = compose_config(["fp8_config.enabled=false"], preset)
+    assert config.fp8_config == FP8Config() and config.fp8_layers is None
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,17 @@ def test_off_by_default():
     assert isinstance(start_statistics(make_config(), PrecisionPlan((None,)), None, Path("unused")), NoStatistics)
 
 
+def test_a_new_run_without_statistics_moves_an_earlier_run_s_aside(tmp_path):
+    (tmp_path / "quant_stats").mkdir()
+    (tmp_path / "quant_stats" / "log").write_text("of an earlier run")
+    statistics = start_statistics(make_config(), PrecisionPlan((None,)), None, tmp_path)
+    statistics.attach(None, 3)  # resumed
+    assert (tmp_path / "quant_stats" / "log").exists()
+    statistics.attach(None, 0)
+    assert (tmp_path / "quant_stats.1" / "log").read_text() == "of an earlier run"
+    assert not (tmp_path / "quant_stats").exists()
+
+
 def test_weights_without_high_precision(tmp_path, caplog):
     """Of quantised weights, what needs their high-precision values is left out, and said so."""
     with pytest.raises(ConfigError, match="statistics of weights in high precision only"):
