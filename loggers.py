@@ -16,13 +16,13 @@ import importlib
 import itertools
 import json
 import logging
-import os
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from commits import write_atomically
 from config import TrainConfig
 from metrics_file import read_metrics
 from preemption import hidden_from_children
@@ -204,7 +204,5 @@ def drop_later_steps(path: Path, resumed_step: int) -> int:
     kept = [record for record in records if record["step"] <= resumed_step]
     if len(kept) < len(records):
         logger.info("Dropped %d lines after step %d from %s.", len(records) - len(kept), resumed_step, path)
-    replacement = path.with_name(path.name + ".tmp")
-    replacement.write_text("".join(json.dumps(record) + "\n" for record in kept))
-    os.replace(replacement, path)
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
     return records[-1]["step"] if records else 0
