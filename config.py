@@ -21,20 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from config_low_precision import FP4Config, FP8Config, QuantStatsConfig
 from config_rules import find_problems
+from errors import ConfigError
 
 
 logger = logging.getLogger(__name__)
-
-
-class ConfigError(ValueError):
-    """Every problem of a configuration, one per line: the value, the rule it breaks and the fix."""
-
-    def __init__(self, *problems: str):
-        super().__init__(*problems)
-        self.problems = list(problems)
-
-    def __str__(self) -> str:
-        return "invalid configuration:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
 
 
 @dataclass

@@ -25,8 +25,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from collator import IGNORE_INDEX, Batch, BSHDCollator, THDCollator, build_label_table, round_up
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from distributed import own_rank
+from errors import ConfigError
 from paths import missing_path, project_path
 from preemption import hidden_from_children
 from records import RecordFeed, Records, open_records

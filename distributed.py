@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from config import ConfigError
+from errors import ConfigError
 
 
 PATIENCE = timedelta(seconds=5)

@@ -31,8 +31,9 @@ import torch
 from transformers import PreTrainedConfig
 
 import te_backend
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from config_low_precision import layer_problems, parse_format
+from errors import ConfigError
 from precision import PrecisionPlan
 from te_reference.emulation import RECIPE_MULTIPLES
 from te_reference.recipe import TE_RECIPE_MODULE

@@ -31,8 +31,9 @@ from transformers import PreTrainedConfig
 
 import te_backend
 from commits import write_atomically
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from distributed import own_rank, together, unwrap
+from errors import ConfigError
 from loggers import move_aside
 from paths import project_path
 from precision import PrecisionPlan

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from config import ConfigError
+from errors import ConfigError
 from precision import PrecisionPlan
 from te_reference.quant_stats import STAT_PREFIXES
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from config import ConfigError
+from errors import ConfigError
 from quantization import HARDWARE
 from quantization_stats_config import (
     FEATURE_STATS,

@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from config import ConfigError
+from errors import ConfigError
 from paths import PROJECT_DIR, missing_path, project_path
 
 

@@ -4,7 +4,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
-from config import ConfigError, load_config, register_schema, save_resolved
+from config import load_config, register_schema, save_resolved
+from errors import ConfigError
 from paths import PROJECT_DIR
 
 

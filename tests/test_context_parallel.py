@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_reference
 from collator import BSHDCollator, THDCollator
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from context_parallel import (
     SplitBatches,
     all_to_all_size,
@@ -28,6 +28,7 @@ from context_parallel import (
 from dataset import build_train_loader, load_tokenizer
 from dist_utils import run_on_ranks, run_script
 from distributed import DistributedContext, all_reduce_sum, global_grad_norm
+from errors import ConfigError
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 from precision import PrecisionPlan
 from te_reference import context_parallel as ring

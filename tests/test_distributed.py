@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import distributed
-from config import ConfigError
 from dist_utils import RanksFailed, run_on_ranks, run_script
 from distributed import errors_once, global_grad_norm, init_distributed, together
+from errors import ConfigError
 
 
 def parameter_with_grad(value: list[float], grad: list[float] | None, mesh=None, placements=None) -> torch.nn.Parameter:

@@ -127,6 +127,15 @@ def test_final_model(tmp_path, tied, dtype, monkeypatch):
     assert not (path / "model-00001-of-00002.safetensors").exists()
 
 
+@pytest.mark.parametrize("module", sorted(export.MODEL_MODULES.values()))
+def test_the_code_of_a_final_model_needs_no_configuration(module):
+    sources = export.model_sources(module)
+    assert "config" not in sources
+    assert not any(
+        name in source for source in sources.values() for name in ("import hydra", "from hydra", "omegaconf")
+    )
+
+
 def test_a_packed_run_s_final_model_takes_plain_batches(tmp_path):
     """How a run computed is not part of its model: no packing, backend or recomputation in the config."""
     heads = {"num_key_value_heads": 1, "head_dim": 8}

@@ -9,8 +9,9 @@ import torch
 
 import te_backend
 from comparison import relative_error
-from config import ConfigError, ParallelismConfig
+from config import ParallelismConfig
 from dist_utils import run_script
+from errors import ConfigError
 from low_precision import Run, make_config
 from modeling_mixtral_te import NVMixtralConfig, NVMixtralForCausalLM
 from precision import PrecisionPlan

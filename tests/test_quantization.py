@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import te_reference
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from config_low_precision import FP8Config
 from config_rules import find_problems
+from errors import ConfigError
 from low_precision import SHAPE, Run, make_config
 from modeling_llama_te import NVLlamaConfig
 from modeling_mixtral_te import NVMixtralConfig

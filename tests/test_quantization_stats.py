@@ -9,9 +9,9 @@ import torch
 import yaml
 
 import te_backend
-from config import ConfigError
 from config_low_precision import QuantStatsConfig
 from dist_utils import run_on_ranks
+from errors import ConfigError
 from low_precision import SHAPE, Run, make_config
 from paths import PROJECT_DIR
 from precision import PrecisionPlan

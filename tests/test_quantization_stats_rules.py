@@ -5,7 +5,7 @@ import copy
 import pytest
 import yaml
 
-from config import ConfigError
+from errors import ConfigError
 from low_precision import Run, make_config
 from precision import PrecisionPlan
 from quantization_stats import inspect_name

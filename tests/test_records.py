@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from config import ConfigError
+from errors import ConfigError
 from paths import PROJECT_DIR
 from records import (
     IndexedRecords,

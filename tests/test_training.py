@@ -24,9 +24,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from safetensors.torch import load_file
 
 import training
-from config import ConfigError, TrainConfig
+from config import TrainConfig
 from dataset import load_tokenizer
 from dist_utils import REPOSITORY, RanksFailed, run_on_ranks, run_script
+from errors import ConfigError
 from loss import IGNORE_INDEX
 from modeling_llama_te import NVLlamaForCausalLM
 from training import build_model_config
