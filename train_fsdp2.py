@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import te_backend
 from checkpoint import Checkpointer
 from config import TrainConfig, load_config, register_schema
-from dataset import build_train_loader, build_validation_loader, load_tokenizer
+from dataset import load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, errors_once, init_distributed, shut_down, sum_gradients
 from export import save_final_model
 from optimizer import build_optimizer, clip_and_step
@@ -32,12 +32,12 @@ from quantization import plan_precision
 from quantization_stats import start_statistics
 from scheduler import build_scheduler
 from training import (
+    build_loaders,
     build_model,
     build_model_config,
     is_due,
     next_global_batch,
     rank_state,
-    require_targets,
     restore,
     saves_after,
     validate,
@@ -87,11 +87,7 @@ def main(cfg: DictConfig) -> None:
     precision = plan_precision(
         config, model_config, ctx.device, num_shards=ctx.world_size // config.hsdp_replicate_size
     )
-    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
-    validation = None
-    if config.validation.enabled:
-        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
-        require_targets(validation, ctx.device)
+    loader, validation = build_loaders(config, tokenizer, ctx, precision.pad_to_multiple)
 
     # 3. Model, optimiser.
     statistics = start_statistics(config, precision, model_config, run_dir)

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import te_backend
 from checkpoint import Checkpointer
 from config import TrainConfig, load_config, register_schema
-from context_parallel import SplitBatches, init_context_parallel, set_context_parallel_group
-from dataset import build_train_loader, build_validation_loader, load_tokenizer
+from context_parallel import init_context_parallel, set_context_parallel_group
+from dataset import load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, errors_once, init_distributed, shut_down, sum_gradients
 from export import save_final_model
 from optimizer import build_optimizer, clip_and_step
@@ -33,12 +33,12 @@ from quantization import plan_precision
 from quantization_stats import start_statistics
 from scheduler import build_scheduler
 from training import (
+    build_loaders,
     build_model,
     build_model_config,
     is_due,
     next_global_batch,
     rank_state,
-    require_targets,
     restore,
     saves_after,
     validate,
@@ -88,14 +88,7 @@ def main(cfg: DictConfig) -> None:
     heads = model_config.num_attention_heads, model_config.num_key_value_heads
     cp = init_context_parallel(ctx, config.cp_size, config.cp_comm_type, *heads)
     precision = plan_precision(config, model_config, ctx.device, num_shards=ctx.world_size)
-    source = tokenizer, cp.dp_rank, cp.dp_size
-    padding = {"pad_to_multiple": cp.cp_size * precision.pad_to_multiple, "sequence_pad_multiple": cp.sequence_multiple}
-    loader = build_train_loader(config, *source, **padding)
-    validation = None
-    if config.validation.enabled:
-        whole_batches = build_validation_loader(config, *source, **padding)
-        validation = SplitBatches(whole_batches, cp.cp_rank, cp.cp_size)
-        require_targets(validation, ctx.device)
+    loader, validation = build_loaders(config, tokenizer, ctx, precision.pad_to_multiple, cp)
 
     # 3. Model, optimiser.
     statistics = start_statistics(config, precision, model_config, run_dir)

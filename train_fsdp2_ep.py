@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import te_backend
 from checkpoint import Checkpointer
 from config import TrainConfig, load_config, register_schema
-from dataset import build_train_loader, build_validation_loader, load_tokenizer
+from dataset import load_tokenizer
 from distributed import DistributedContext, all_reduce_sum, errors_once, init_distributed, shut_down, sum_gradients
 from expert_parallel import check_layout, expert_blocks, fsdp_placement, shard_experts
 from export import save_final_model
@@ -37,12 +37,12 @@ from quantization import plan_precision
 from quantization_stats import start_statistics
 from scheduler import build_scheduler
 from training import (
+    build_loaders,
     build_model,
     build_model_config,
     is_due,
     next_global_batch,
     rank_state,
-    require_targets,
     restore,
     saves_after,
     validate,
@@ -103,11 +103,7 @@ def main(cfg: DictConfig) -> None:
     dp_size, ep_size = config.parallelism.sizes(ctx.world_size)
     check_layout(model_config, dp_size, ep_size)
     precision = plan_precision(config, model_config, ctx.device, ctx.world_size, num_expert_shards=dp_size)
-    loader = build_train_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
-    validation = None
-    if config.validation.enabled:
-        validation = build_validation_loader(config, tokenizer, ctx.rank, ctx.world_size, precision.pad_to_multiple)
-        require_targets(validation, ctx.device)
+    loader, validation = build_loaders(config, tokenizer, ctx, precision.pad_to_multiple)
 
     # 3. Model, optimiser.
     statistics = start_statistics(config, precision, model_config, run_dir)

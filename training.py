@@ -15,10 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTra
 
 from checkpoint import LoadedCheckpoint
 from collator import Batch
-from config import ConfigError, TrainConfig
-from context_parallel import all_to_all_size, local_world_size, split_batch
-from dataset import OTHER_VALIDATION, TrainLoader, merge_loader_states
+from config import TrainConfig
+from context_parallel import ContextParallel, SplitBatches, all_to_all_size, local_world_size, split_batch
+from dataset import OTHER_VALIDATION, TrainLoader, build_train_loader, build_validation_loader, merge_loader_states
 from distributed import DistributedContext, HostCopy
+from errors import ConfigError
 from loss import IGNORE_INDEX
 from modeling_llama_te import NVLlamaConfig, NVLlamaForCausalLM
 from paths import project_path
@@ -47,7 +48,10 @@ def build_model_config(
         ConfigError: a model of another kind, the vocabulary cannot hold the tokenizer's ids, windows exceed the model's
             positions, a field that the layers cannot honour, or head counts that ``cp_comm_type`` cannot hand out.
     """
-    defaults = te_class()
+    if te_class is not NVLlamaConfig and not config.use_te:
+        raise ConfigError(f"use_te=false trains Llama only, this script trains {te_class.model_type}: set use_te=true.")
+    config_class = te_class if config.use_te else LlamaConfig
+    defaults = config_class()
     overrides = {
         key: float(value) if type(value) is int and isinstance(getattr(defaults, key, None), float) else value
         for key, value in config.config_kwargs.items()
@@ -55,14 +59,9 @@ def build_model_config(
     }
     overrides.pop("use_quantized_model_init", None)  # how a run holds weights (quantization.py), not what the model is
     if config.use_te:
-        config_class = te_class
         overrides["attn_input_format"] = "thd" if config.use_sequence_packing else "bshd"
         overrides["te_backend"] = config.te_backend
         overrides["activation_checkpointing"] = config.activation_checkpointing
-    elif te_class is not NVLlamaConfig:
-        raise ConfigError(f"use_te=false trains Llama only, this script trains {te_class.model_type}: set use_te=true.")
-    else:
-        config_class = LlamaConfig
     path = project_path(config.config_name_or_path)
     try:
         model_type = PretrainedConfig.get_config_dict(path)[0].get("model_type")
@@ -80,7 +79,7 @@ def build_model_config(
         model_config = config_class.from_pretrained(path, **overrides)
     except Exception as error:  # transformers raises errors of many kinds
         raise ConfigError(f"config_kwargs or {path}/config.json: {error}") from error
-    unknown = [key for key in overrides if not hasattr(config_class(), key)]
+    unknown = [key for key in overrides if not hasattr(defaults, key)]
     if "rope_theta" in unknown:
         rope = {**model_config.rope_parameters, "rope_theta": overrides["rope_theta"]}
         rope = ", ".join(f"{name}: {value}" for name, value in rope.items())
@@ -302,6 +301,35 @@ def restore(
         if ctx.device.type == "cuda" and states[ctx.rank]["device_rng"] is not None:
             torch.cuda.set_rng_state(states[ctx.rank]["device_rng"], ctx.device)
     return loaded.step, sum(state["consumed_tokens"] for state in states)
+
+
+def build_loaders(
+    config: TrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    ctx: DistributedContext,
+    pad_to_multiple: int,
+    cp: ContextParallel | None = None,
+) -> tuple[TrainLoader, Iterable[Batch] | None]:
+    """This rank's training data, and its part of the validation set, None without one. Collective.
+
+    Args:
+        pad_to_multiple: the tokens that each rank holds of a batch become a multiple of this.
+        cp: context parallelism: its ranks read the same training batches, which ``next_global_batch`` splits.
+
+    Raises:
+        ConfigError: data that cannot be read, or too little of it; nothing to validate on.
+    """
+    place, multiples = (ctx.rank, ctx.world_size), (pad_to_multiple,)
+    if cp is not None:
+        place, multiples = (cp.dp_rank, cp.dp_size), (cp.cp_size * pad_to_multiple, cp.sequence_multiple)
+    loader = build_train_loader(config, tokenizer, *place, *multiples)
+    if not config.validation.enabled:
+        return loader, None
+    validation: Iterable[Batch] = build_validation_loader(config, tokenizer, *place, *multiples)
+    if cp is not None:
+        validation = SplitBatches(validation, cp.cp_rank, cp.cp_size)
+    require_targets(validation, ctx.device)
+    return loader, validation
 
 
 def require_targets(validation: Iterable[Batch], device: torch.device) -> None:
